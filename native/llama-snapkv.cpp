@@ -1,0 +1,651 @@
+#include "llama-snapkv.h"
+
+#include "snapkv-graph.h"
+#include "snapkv-hooks.h"
+#include "snapkv-select.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache.h"
+#include "llama-memory-hybrid-idx.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-memory-recurrent.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <atomic>
+#include <new>
+#include <numeric>
+#include <thread>
+
+//
+// parameters
+//
+
+// see docs/presets.md for the measurements behind the defaults
+struct llama_snapkv_params llama_snapkv_default_params(void) {
+    return {
+        /*.n_budget =*/ 1024,
+        /*.n_window =*/ 16,
+        /*.n_recent =*/ 512,
+        /*.n_kernel =*/ 21,
+        /*.pool     =*/ LLAMA_SNAPKV_POOL_MAX,
+    };
+}
+
+struct llama_snapkv_params llama_snapkv_paper_params(void) {
+    return {
+        /*.n_budget =*/ 1024,
+        /*.n_window =*/ 32,
+        /*.n_recent =*/ 0,
+        /*.n_kernel =*/ 5,
+        /*.pool     =*/ LLAMA_SNAPKV_POOL_AVG,
+    };
+}
+
+// upper bounds keep sums of the parameters far from overflow
+static constexpr uint32_t SNAPKV_N_WINDOW_MAX = 4096;
+static constexpr uint32_t SNAPKV_N_BUDGET_MAX = 1u << 30;
+
+const char * llama_snapkv_params_check(struct llama_snapkv_params params) {
+    if (params.n_window < 1 || params.n_window > SNAPKV_N_WINDOW_MAX) {
+        return "n_window must be between 1 and 4096";
+    }
+    if (params.n_kernel % 2 != 1 || params.n_kernel > SNAPKV_N_BUDGET_MAX) {
+        return "n_kernel must be odd";
+    }
+    if (params.pool != LLAMA_SNAPKV_POOL_AVG && params.pool != LLAMA_SNAPKV_POOL_MAX) {
+        return "pool must be one of enum llama_snapkv_pool";
+    }
+    if (params.n_recent != 0 && params.n_recent < params.n_window) {
+        return "n_recent must be 0 or at least n_window";
+    }
+    if (params.n_budget <= std::max(params.n_recent, params.n_window) || params.n_budget > SNAPKV_N_BUDGET_MAX) {
+        return "n_budget must be greater than n_window and n_recent, and at most 2^30";
+    }
+    return nullptr;
+}
+
+const char * llama_snapkv_status_str(enum llama_snapkv_status status) {
+    switch (status) {
+        case LLAMA_SNAPKV_STATUS_OK:                     return "ok";
+        case LLAMA_SNAPKV_STATUS_WITHIN_BUDGET:          return "the sequence is within the budget";
+        case LLAMA_SNAPKV_STATUS_INVALID_PARAMS:         return "invalid parameters";
+        case LLAMA_SNAPKV_STATUS_NOT_ENABLED:            return "SnapKV is not enabled in this context";
+        case LLAMA_SNAPKV_STATUS_INVALID_SEQ:            return "no such sequence in this context";
+        case LLAMA_SNAPKV_STATUS_NO_QUERIES:             return "the queries of the last tokens were not captured (restored or copied state): decode at least one token first";
+        case LLAMA_SNAPKV_STATUS_SHARED_CELLS:           return "the sequence shares cells with another one";
+        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_RECURRENT:  return "recurrent models have no KV cache to compact";
+        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_HYBRID:     return "hybrid models (attention and recurrent memory) are not supported yet";
+        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY:     return "this model's kind of KV cache is not supported yet";
+        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_ENCODER:    return "the model has no KV cache or its attention is not causal";
+        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_EMBEDDINGS: return "the context was created for embeddings";
+        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_ALIBI:      return "models with ALiBi are not supported: their scores depend on the distance between cells";
+        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_MROPE:      return "models with multi-dimensional positions (M-RoPE) are not supported yet";
+        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_SHARED_KV:  return "models whose layers share K and V are not supported yet";
+        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_BIAS:       return "models that add a bias to the attention logits are not supported";
+        case LLAMA_SNAPKV_STATUS_NOT_EMPTY:              return "the context already holds tokens: clear its memory first";
+        case LLAMA_SNAPKV_STATUS_ABORTED:                return "aborted, nothing was changed";
+        case LLAMA_SNAPKV_STATUS_FAILED_COMPUTE:         return "the scores could not be computed, nothing was changed";
+        case LLAMA_SNAPKV_STATUS_SEQUENCE_LOST:          return "stopped in the middle of the moves, the sequence was removed: decode it again";
+    }
+    return "unknown status";
+}
+
+const char * llama_snapkv_build_info(void) {
+    return "snapkv 1 TAG_SNAPKV";
+}
+
+//
+// the context's cache
+//
+
+// the cache whose cells are compacted: of models with sliding-window layers, that of the other layers
+static llama_snapkv_status snapkv_find_cache(const llama_context & lctx, llama_kv_cache ** kv) {
+    auto * memory = lctx.get_memory();
+
+    if (!memory || !lctx.get_cparams().causal_attn) {
+        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_ENCODER;
+    }
+    if (lctx.get_cparams().embeddings) {
+        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_EMBEDDINGS;
+    }
+    if (dynamic_cast<llama_memory_recurrent *>(memory)) {
+        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_RECURRENT;
+    }
+    if (llama_model_has_encoder(&lctx.get_model())) {
+        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_ENCODER;
+    }
+    if (llama_model_is_hybrid(&lctx.get_model())) {
+        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_HYBRID;
+    }
+
+    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
+        *kv = iswa->get_base();
+    } else {
+        *kv = dynamic_cast<llama_kv_cache *>(memory);
+    }
+
+    return *kv ? llama_snapkv::check_cache(**kv) : LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY;
+}
+
+static llama_snapkv * snapkv_get(const llama_context & lctx) {
+    llama_kv_cache * kv = nullptr;
+
+    return snapkv_find_cache(lctx, &kv) == LLAMA_SNAPKV_STATUS_OK ? kv->get_snapkv() : nullptr;
+}
+
+// null if not enabled or no such sequence
+static llama_snapkv * snapkv_get(const llama_context & lctx, llama_seq_id seq_id) {
+    llama_snapkv * snapkv = snapkv_get(lctx);
+
+    return snapkv && snapkv->has_seq(seq_id) ? snapkv : nullptr;
+}
+
+// compute buffers for the largest graph of the model; graphs built before are not used again
+static bool snapkv_reserve(llama_context & lctx) {
+    const auto & cparams = lctx.get_cparams();
+
+    const uint32_t n_tokens = std::min(cparams.n_ctx, cparams.n_ubatch);
+
+    const auto mctx = lctx.get_memory()->init_full();
+
+    return mctx && lctx.graph_reserve(n_tokens, cparams.n_seq_max, std::min(n_tokens, cparams.n_outputs_max), mctx.get());
+}
+
+static std::vector<size_t> snapkv_buffer_sizes(const llama_context & lctx) {
+    ggml_backend_sched_t sched = lctx.get_sched();
+
+    std::vector<size_t> res;
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
+        res.push_back(ggml_backend_sched_get_buffer_size(sched, ggml_backend_sched_get_backend(sched, i)));
+    }
+    return res;
+}
+
+enum llama_snapkv_status llama_snapkv_supported(const struct llama_context * ctx) {
+    llama_kv_cache * kv = nullptr;
+
+    return snapkv_find_cache(*ctx, &kv);
+}
+
+enum llama_snapkv_status llama_snapkv_init(struct llama_context * ctx, struct llama_snapkv_params params) {
+    if (const char * err = llama_snapkv_params_check(params)) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, err);
+        return LLAMA_SNAPKV_STATUS_INVALID_PARAMS;
+    }
+
+    llama_kv_cache * kv = nullptr;
+
+    const auto status = snapkv_find_cache(*ctx, &kv);
+    if (status != LLAMA_SNAPKV_STATUS_OK) {
+        return status;
+    }
+
+    const uint32_t n_seq_max = ctx->n_seq_max();
+
+    for (uint32_t s = 0; s < n_seq_max; ++s) {
+        if (kv->seq_pos_max(s) >= 0) {
+            return LLAMA_SNAPKV_STATUS_NOT_EMPTY;
+        }
+    }
+
+    ctx->sched_reserve();
+    ctx->synchronize();
+
+    // each layer adds a reshape, a set_rows and perhaps a cont
+    const auto * res = ctx->get_gf_res_reserve();
+    if (ggml_graph_n_nodes(res->get_gf()) + 4*(int64_t) kv->get_layer_ids().size() + 8 > res->get_max_nodes()) {
+        LLAMA_LOG_ERROR("%s: the model's graph leaves no room to capture the queries\n", __func__);
+        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY;
+    }
+
+    try {
+        llama_snapkv::attach(*kv, std::make_shared<llama_snapkv>(*kv, params, n_seq_max));
+    } catch (const std::bad_alloc &) {
+        LLAMA_LOG_ERROR("%s: failed to allocate the query ring\n", __func__);
+        return LLAMA_SNAPKV_STATUS_FAILED_COMPUTE;
+    }
+
+    // building the graph tells what each layer does to its logits
+    llama_snapkv_status res_status = snapkv_reserve(*ctx) ? LLAMA_SNAPKV_STATUS_OK : LLAMA_SNAPKV_STATUS_FAILED_COMPUTE;
+
+    for (const auto & layer : kv->get_snapkv()->layers) {
+        if (res_status == LLAMA_SNAPKV_STATUS_OK && !layer.captured) {
+            res_status = LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY;
+        }
+        if (res_status == LLAMA_SNAPKV_STATUS_OK && layer.has_bias) {
+            res_status = LLAMA_SNAPKV_STATUS_UNSUPPORTED_BIAS;
+        }
+    }
+
+    if (res_status != LLAMA_SNAPKV_STATUS_OK) {
+        llama_snapkv::attach(*kv, nullptr);
+        snapkv_reserve(*ctx);
+    }
+
+    return res_status;
+}
+
+//
+// the pass
+//
+
+// run f(0) ... f(n - 1) in threads
+template <typename F>
+static void snapkv_parallel_for(uint32_t n, uint32_t n_threads, const F & f) {
+    std::atomic<uint32_t> next(0);
+
+    const auto work = [&]() {
+        for (uint32_t i = next++; i < n; i = next++) {
+            f(i);
+        }
+    };
+
+    std::vector<std::thread> threads;
+    for (uint32_t t = 1; t < std::min(n, n_threads); ++t) {
+        threads.emplace_back(work);
+    }
+    work();
+    for (auto & t : threads) {
+        t.join();
+    }
+}
+
+static llama_snapkv_status snapkv_status_from_ggml(ggml_status status) {
+    return status == GGML_STATUS_ABORTED ? LLAMA_SNAPKV_STATUS_ABORTED : LLAMA_SNAPKV_STATUS_FAILED_COMPUTE;
+}
+
+enum llama_snapkv_status llama_snapkv_compact(
+             struct llama_context       * ctx,
+                   llama_seq_id           seq_id,
+        const struct llama_snapkv_params * params_in,
+              struct llama_snapkv_stats * stats_out) {
+    const int64_t t_start_us = ggml_time_us();
+
+    llama_snapkv_stats stats = {};
+
+    if (stats_out) {
+        *stats_out = stats;
+    }
+
+    llama_snapkv * snapkv = snapkv_get(*ctx);
+    if (!snapkv) {
+        return LLAMA_SNAPKV_STATUS_NOT_ENABLED;
+    }
+    if (!snapkv->has_seq(seq_id)) {
+        return LLAMA_SNAPKV_STATUS_INVALID_SEQ;
+    }
+
+    const llama_snapkv_params params = params_in ? *params_in : snapkv->params;
+
+    const char * err = llama_snapkv_params_check(params);
+    if (!err && params.n_window > snapkv->params.n_window) {
+        err = "n_window must not exceed that of llama_snapkv_init()";
+    }
+    if (err) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, err);
+        return LLAMA_SNAPKV_STATUS_INVALID_PARAMS;
+    }
+
+    // pending copies of streams
+    ctx->synchronize();
+    ctx->memory_update(false);
+
+    const auto order = snapkv->get_order(seq_id);
+
+    const uint32_t n        = order.size();
+    const uint32_t n_recent = std::max(params.n_recent, params.n_window);
+
+    stats.n_cells_before = n;
+    stats.n_cells_after  = n;
+
+    if (n <= params.n_budget) {
+        stats.t_total_us = ggml_time_us() - t_start_us;
+        if (stats_out) {
+            *stats_out = stats;
+        }
+        return LLAMA_SNAPKV_STATUS_WITHIN_BUDGET;
+    }
+    if (snapkv->has_shared_cells(seq_id)) {
+        return LLAMA_SNAPKV_STATUS_SHARED_CELLS;
+    }
+
+    const uint32_t n_window = snapkv->get_n_queries(seq_id, order, params.n_window);
+    if (n_window == 0) {
+        return LLAMA_SNAPKV_STATUS_NO_QUERIES;
+    }
+
+    stats.n_window = n_window;
+    stats.n_recent = n_recent;
+
+    const uint32_t n_layer = snapkv->layers.size();
+
+    const auto sizes_before = snapkv_buffer_sizes(*ctx);
+
+    // which rows each layer and KV head keeps
+    std::vector<std::vector<std::vector<uint32_t>>> keep(n_layer);
+
+    std::vector<uint32_t> layers(n_layer);
+    std::iota(layers.begin(), layers.end(), 0);
+
+    ggml_status status = snapkv_compute_scores(*ctx, *snapkv, seq_id, order, n_window, layers, [&](uint32_t i, std::vector<float> scores) {
+        const int64_t t_select_us = ggml_time_us();
+
+        const auto & info = snapkv->layers[i].info;
+
+        const uint32_t n_group = info.n_head/info.n_head_kv;
+
+        keep[i].resize(info.n_head_kv);
+
+        snapkv_parallel_for(info.n_head_kv, ctx->n_threads_batch(), [&](uint32_t ih) {
+            keep[i][ih] = snapkv_select(scores.data() + (size_t) ih*n_group*n, n_group, n, n_window, n_recent,
+                    params.n_budget, params.n_kernel, params.pool);
+        });
+
+        stats.t_select_us += ggml_time_us() - t_select_us;
+    });
+
+    stats.t_score_us = ggml_time_us() - t_start_us - stats.t_select_us;
+
+    if (status != GGML_STATUS_SUCCESS) {
+        snapkv_reserve(*ctx);
+        return snapkv_status_from_ggml(status);
+    }
+
+    // the lowest cells, so that the others leave the attention range
+    std::vector<uint32_t> dst;
+    for (const auto & [pos, cell] : order) {
+        dst.push_back(cell);
+    }
+    std::sort(dst.begin(), dst.end());
+    dst.resize(params.n_budget);
+
+    const int64_t t_move_us = ggml_time_us();
+
+    status = snapkv_compute_moves(*ctx, *snapkv, seq_id, order, keep, dst);
+
+    for (size_t i = 0; i < sizes_before.size(); ++i) {
+        const size_t size = snapkv_buffer_sizes(*ctx)[i];
+        stats.n_bytes_grown += size > sizes_before[i] ? size - sizes_before[i] : 0;
+    }
+
+    // ends in a state that the next decode may find; the pass changed the scheduler's graph
+    snapkv_reserve(*ctx);
+
+    if (status != GGML_STATUS_SUCCESS) {
+        snapkv->drop(seq_id);
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, llama_snapkv_status_str(LLAMA_SNAPKV_STATUS_SEQUENCE_LOST));
+        return LLAMA_SNAPKV_STATUS_SEQUENCE_LOST;
+    }
+
+    stats.t_move_us = ggml_time_us() - t_move_us;
+
+    const uint32_t n_tail = snapkv->get_n_tail(seq_id, order, params.n_window);
+
+    auto kept = std::make_shared<llama_snapkv::kept_positions>();
+    for (uint32_t i = 0; i < n_layer; ++i) {
+        for (uint32_t ih = 0; ih < keep[i].size(); ++ih) {
+            const auto positions = snapkv->get_positions(seq_id, i, ih);
+
+            auto & cur = kept->emplace_back();
+            for (size_t j = 0; j < params.n_budget - n_tail && !positions.empty(); ++j) {
+                cur.push_back(positions[keep[i][ih][j]]);
+            }
+        }
+    }
+
+    for (const auto & layer : snapkv->layers) {
+        stats.n_bytes_freed += (size_t) (n - params.n_budget)*(
+                ggml_row_size(layer.info.type_k, (int64_t) layer.info.n_embd_head_k*layer.info.n_head_kv) +
+                ggml_row_size(layer.info.type_v, (int64_t) layer.info.n_embd_head_v*layer.info.n_head_kv));
+    }
+
+    const bool is_known = !kept->at(0).empty();
+
+    snapkv->set_compacted(seq_id, order, dst, n_tail, is_known ? std::move(kept) : nullptr);
+
+    stats.n_cells_after = params.n_budget;
+    stats.t_total_us    = ggml_time_us() - t_start_us;
+
+    LLAMA_LOG_DEBUG("%s: seq %d: %u -> %u cells, window %u, %.2f ms (scores %.2f, selection %.2f, moves %.2f)\n", __func__, seq_id,
+            n, params.n_budget, n_window, stats.t_total_us/1e3, stats.t_score_us/1e3, stats.t_select_us/1e3, stats.t_move_us/1e3);
+
+    if (stats_out) {
+        *stats_out = stats;
+    }
+
+    return LLAMA_SNAPKV_STATUS_OK;
+}
+
+//
+// inspection
+//
+
+int32_t llama_snapkv_n_cells(const struct llama_context * ctx, llama_seq_id seq_id) {
+    llama_kv_cache * kv = nullptr;
+
+    const auto status = snapkv_find_cache(*ctx, &kv);
+    if (!kv || status == LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY || seq_id < 0 || seq_id >= (llama_seq_id) ctx->n_seq_max()) {
+        return -1;
+    }
+
+    return kv->get_cells(seq_id).seq_pos_get(seq_id).size();
+}
+
+llama_pos llama_snapkv_frontier(const struct llama_context * ctx, llama_seq_id seq_id) {
+    const auto * snapkv = snapkv_get(*ctx, seq_id);
+
+    return snapkv ? snapkv->seqs[seq_id].frontier : -1;
+}
+
+size_t llama_snapkv_ring_size(const struct llama_context * ctx) {
+    const auto * snapkv = snapkv_get(*ctx);
+
+    return snapkv ? snapkv->ring_size() : 0;
+}
+
+int32_t llama_snapkv_n_layer(const struct llama_context * ctx) {
+    const auto * snapkv = snapkv_get(*ctx);
+
+    return snapkv ? snapkv->layers.size() : 0;
+}
+
+static bool snapkv_has_layer(const llama_snapkv * snapkv, int32_t i) {
+    return snapkv && i >= 0 && (size_t) i < snapkv->layers.size();
+}
+
+bool llama_snapkv_get_layer(const struct llama_context * ctx, int32_t i, struct llama_snapkv_layer * out) {
+    const auto * snapkv = snapkv_get(*ctx);
+    if (!snapkv_has_layer(snapkv, i)) {
+        return false;
+    }
+
+    *out = snapkv->layers[i].info;
+
+    return true;
+}
+
+int32_t llama_snapkv_get_cells(const struct llama_context * ctx, llama_seq_id seq_id, llama_pos * pos, int32_t * cell, int32_t n_max) {
+    const auto * snapkv = snapkv_get(*ctx, seq_id);
+    if (!snapkv) {
+        return -1;
+    }
+
+    const auto order = snapkv->get_order(seq_id);
+    if (n_max < (int32_t) order.size()) {
+        return -1;
+    }
+
+    for (size_t j = 0; j < order.size(); ++j) {
+        pos [j] = order[j].first;
+        cell[j] = order[j].second;
+    }
+
+    return order.size();
+}
+
+int32_t llama_snapkv_get_kept(const struct llama_context * ctx, llama_seq_id seq_id, int32_t i, int32_t ih, llama_pos * out, int32_t n_max) {
+    const auto * snapkv = snapkv_get(*ctx, seq_id);
+    if (!snapkv_has_layer(snapkv, i) || ih < 0 || ih >= snapkv->layers[i].info.n_head_kv) {
+        return -1;
+    }
+
+    const auto positions = snapkv->get_positions(seq_id, i, ih);
+    if (n_max < (int32_t) positions.size()) {
+        return -1;
+    }
+
+    std::copy(positions.begin(), positions.end(), out);
+
+    return positions.size();
+}
+
+int32_t llama_snapkv_get_queries(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, float * out, size_t n_max) {
+    const auto * snapkv = snapkv_get(*ctx, seq_id);
+    if (!snapkv_has_layer(snapkv, i)) {
+        return -1;
+    }
+
+    ctx->synchronize();
+
+    const auto order = snapkv->get_order(seq_id);
+
+    const uint32_t n_rows = snapkv->get_n_queries(seq_id, order, snapkv->params.n_window);
+    if (!out) {
+        return n_rows;
+    }
+
+    ggml_tensor * q = snapkv->layers[i].q;
+    if (n_max < (size_t) n_rows*q->ne[0]) {
+        return -1;
+    }
+
+    for (uint32_t w = 0; w < n_rows; ++w) {
+        const uint32_t row = snapkv->ring_row(seq_id, order[order.size() - n_rows + w].first);
+        ggml_backend_tensor_get(q, out + (size_t) w*q->ne[0], row*q->nb[1], q->nb[1]);
+    }
+
+    return n_rows;
+}
+
+int64_t llama_snapkv_get_scores(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, uint32_t n_window, float * out, size_t n_max) {
+    auto * snapkv = snapkv_get(*ctx, seq_id);
+    if (!snapkv_has_layer(snapkv, i)) {
+        return -1;
+    }
+
+    ctx->synchronize();
+    ctx->memory_update(false);
+
+    const auto order = snapkv->get_order(seq_id);
+
+    const size_t n_res = order.size()*snapkv->layers[i].info.n_head;
+
+    if (n_window == 0 || n_window >= order.size() || n_max < n_res || snapkv->get_n_queries(seq_id, order, n_window) < n_window) {
+        return -1;
+    }
+
+    const auto status = snapkv_compute_scores(*ctx, *snapkv, seq_id, order, n_window, { (uint32_t) i }, [&](uint32_t, std::vector<float> scores) {
+        std::copy(scores.begin(), scores.end(), out);
+    });
+
+    snapkv_reserve(*ctx);
+
+    return status == GGML_STATUS_SUCCESS ? (int64_t) n_res : -1;
+}
+
+// rows as stored, [n_cells, n_head_kv, bytes per head]
+static std::vector<uint8_t> snapkv_read_rows(llama_context & lctx, const llama_snapkv & snapkv, llama_seq_id seq_id, int32_t i, bool v) {
+    lctx.synchronize();
+    lctx.memory_update(false);
+
+    const auto & info = snapkv.layers[i].info;
+
+    const ggml_tensor * t = v ? snapkv.get_v(i, seq_id) : snapkv.get_k(i, seq_id);
+
+    const auto   order  = snapkv.get_order(seq_id);
+    const size_t n_embd = (size_t) info.n_head_kv*(v ? info.n_embd_head_v : info.n_embd_head_k);
+    const size_t n_row  = ggml_row_size(t->type, n_embd);
+
+    std::vector<uint8_t> res(order.size()*n_row);
+
+    if (v && snapkv.get_v_trans()) {
+        const size_t n_el = ggml_type_size(t->type);
+
+        std::vector<uint8_t> channel(snapkv.get_kv_size()*n_el);
+        for (size_t c = 0; c < n_embd; ++c) {
+            ggml_backend_tensor_get(t, channel.data(), c*channel.size(), channel.size());
+            for (size_t j = 0; j < order.size(); ++j) {
+                std::copy_n(channel.data() + order[j].second*n_el, n_el, res.data() + j*n_row + c*n_el);
+            }
+        }
+    } else {
+        for (size_t j = 0; j < order.size(); ++j) {
+            ggml_backend_tensor_get(t, res.data() + j*n_row, order[j].second*n_row, n_row);
+        }
+    }
+
+    return res;
+}
+
+int64_t llama_snapkv_get_rows_raw(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, bool v, uint8_t * out, size_t n_max) {
+    const auto * snapkv = snapkv_get(*ctx, seq_id);
+    if (!snapkv_has_layer(snapkv, i)) {
+        return -1;
+    }
+
+    const auto rows = snapkv_read_rows(*ctx, *snapkv, seq_id, i, v);
+    if (n_max < rows.size()) {
+        return -1;
+    }
+
+    std::copy(rows.begin(), rows.end(), out);
+
+    return rows.size();
+}
+
+int64_t llama_snapkv_get_rows_f32(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, bool v, float * out, size_t n_max) {
+    const auto * snapkv = snapkv_get(*ctx, seq_id);
+    if (!snapkv_has_layer(snapkv, i)) {
+        return -1;
+    }
+
+    const auto & info = snapkv->layers[i].info;
+    const auto   type = v ? info.type_v : info.type_k;
+    const auto   rows = snapkv_read_rows(*ctx, *snapkv, seq_id, i, v);
+
+    const size_t n_el = rows.size()/ggml_type_size(type)*ggml_blck_size(type);
+    if (n_max < n_el) {
+        return -1;
+    }
+
+    if (type == GGML_TYPE_F32) {
+        std::copy(rows.begin(), rows.end(), (uint8_t *) out);
+    } else {
+        ggml_get_type_traits(type)->to_float(rows.data(), out, n_el);
+    }
+
+    return n_el;
+}
+
+int32_t llama_snapkv_get_sinks(struct llama_context * ctx, int32_t i, float * out, int32_t n_max) {
+    const auto * snapkv = snapkv_get(*ctx);
+    if (!snapkv_has_layer(snapkv, i)) {
+        return -1;
+    }
+
+    const ggml_tensor * sinks = snapkv->layers[i].sinks;
+    if (!sinks) {
+        return 0;
+    }
+    if (n_max < ggml_nelements(sinks) || sinks->type != GGML_TYPE_F32) {
+        return -1;
+    }
+
+    ggml_backend_tensor_get(sinks, out, 0, ggml_nbytes(sinks));
+
+    return ggml_nelements(sinks);
+}

@@ -1,0 +1,172 @@
+// SnapKV (Li et al., 2024, arXiv:2404.14469) for llama.cpp: after the prompt, keep per layer and per KV head only the
+// rows of the KV cache that the last prompt tokens attend to, and release the other cells.
+//
+// Typical use:
+//
+//   llama_snapkv_init   (ctx, params);          // once, on a fresh context
+//   llama_decode        (ctx, prompt);          // as always, in batches of any size
+//   llama_get_logits_ith(ctx, -1);              // the first generated token is exact
+//   llama_snapkv_compact(ctx, 0, NULL, &stats); // the pass
+//   llama_decode        (ctx, next token);      // as always, at the position after the prompt
+//
+// Words: a "cell" is one slot of the KV cache, shared by all layers. The "window" are the last n_window tokens of the
+// sequence: their queries look. The "frontier" is the position that all kept cells before the window share after a pass.
+
+#pragma once
+
+#include "llama.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+    // how the scores of neighbouring cells are pooled before the selection
+    enum llama_snapkv_pool {
+        LLAMA_SNAPKV_POOL_AVG = 0, // sum over the kernel, zero padded, divided by n_kernel
+        LLAMA_SNAPKV_POOL_MAX = 1,
+    };
+
+    // > 0: a success that did nothing, < 0: a refusal or a failure
+    enum llama_snapkv_status {
+        LLAMA_SNAPKV_STATUS_OK                     =   0, // enabled, or compacted
+        LLAMA_SNAPKV_STATUS_WITHIN_BUDGET          =   1, // the sequence has no more cells than the budget, nothing was changed
+
+        // refusals: nothing was changed
+        LLAMA_SNAPKV_STATUS_INVALID_PARAMS         =  -1, // see llama_snapkv_params_check()
+        LLAMA_SNAPKV_STATUS_NOT_ENABLED            =  -2, // llama_snapkv_init() was not called or was refused
+        LLAMA_SNAPKV_STATUS_INVALID_SEQ            =  -3, // the sequence id is out of range for this context
+        LLAMA_SNAPKV_STATUS_NO_QUERIES             =  -4, // the last token's query was not captured (restored or copied sequence): decode first
+        LLAMA_SNAPKV_STATUS_SHARED_CELLS           =  -5, // some cells belong to more than one sequence
+        LLAMA_SNAPKV_STATUS_UNSUPPORTED_RECURRENT  =  -6, // recurrent memory has no cells to release
+        LLAMA_SNAPKV_STATUS_UNSUPPORTED_HYBRID     =  -7, // attention + recurrent memory
+        LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY     =  -8, // another cache class (MLA, DSA, ...)
+        LLAMA_SNAPKV_STATUS_UNSUPPORTED_ENCODER    =  -9, // no KV cache, or non-causal attention
+        LLAMA_SNAPKV_STATUS_UNSUPPORTED_EMBEDDINGS = -10, // the context was created for embeddings
+        LLAMA_SNAPKV_STATUS_UNSUPPORTED_ALIBI      = -11, // ALiBi scores depend on the distances that the pass gives up
+        LLAMA_SNAPKV_STATUS_UNSUPPORTED_MROPE      = -12, // multi-dimensional positions
+        LLAMA_SNAPKV_STATUS_UNSUPPORTED_SHARED_KV  = -13, // several layers read the K and V of one layer
+        LLAMA_SNAPKV_STATUS_UNSUPPORTED_BIAS       = -14, // the model adds a bias to the attention logits
+        LLAMA_SNAPKV_STATUS_NOT_EMPTY              = -15, // llama_snapkv_init() on a context that already holds tokens
+
+        // failures
+        LLAMA_SNAPKV_STATUS_ABORTED                = -20, // the abort callback stopped the scores, nothing was changed
+        LLAMA_SNAPKV_STATUS_FAILED_COMPUTE         = -21, // the scores could not be computed, nothing was changed
+        LLAMA_SNAPKV_STATUS_SEQUENCE_LOST          = -22, // stopped in the middle of the moves, the sequence was removed: decode it again
+    };
+
+    struct llama_snapkv_params {
+        uint32_t n_budget; // cells that a sequence keeps, recent part included, n_recent < n_budget
+        uint32_t n_window; // last tokens whose queries score the others, > 0
+        uint32_t n_recent; // last cells that are kept in any case, 0: n_window, else n_window <= n_recent
+        uint32_t n_kernel; // pooling width, odd
+
+        enum llama_snapkv_pool pool;
+    };
+
+    struct llama_snapkv_stats {
+        uint32_t n_cells_before;
+        uint32_t n_cells_after;
+        uint32_t n_window;      // window really used, smaller than asked for if queries of its first tokens are gone
+        uint32_t n_recent;      // last cells kept in any case
+        uint64_t n_bytes_freed; // K and V bytes of the released cells, in the compacted layers
+        uint64_t n_bytes_grown; // growth of the scheduler's compute buffers by the pass
+
+        int64_t t_score_us;
+        int64_t t_select_us;
+        int64_t t_move_us;
+        int64_t t_total_us;
+    };
+
+    // a layer that the pass compacts
+    struct llama_snapkv_layer {
+        int32_t il; // layer index in the model
+        int32_t n_head;
+        int32_t n_head_kv;
+        int32_t n_embd_head_k;
+        int32_t n_embd_head_v;
+
+        enum ggml_type type_k;
+        enum ggml_type type_v;
+
+        // what the model does to its attention logits, known after the first decode
+        float kq_scale;
+        float softcap; // 0: none
+        bool  has_sinks;
+    };
+
+    // the recommended setting, see docs/presets.md
+    LLAMA_API struct llama_snapkv_params llama_snapkv_default_params(void);
+
+    // the setting of the paper: window 32, kernel 5, average
+    LLAMA_API struct llama_snapkv_params llama_snapkv_paper_params(void);
+
+    // NULL if the parameters are valid, else a sentence that says which is wrong, in static memory
+    LLAMA_API const char * llama_snapkv_params_check(struct llama_snapkv_params params);
+
+    LLAMA_API const char * llama_snapkv_status_str(enum llama_snapkv_status status);
+
+    // whether sequences of this context can be compacted at all
+    LLAMA_API enum llama_snapkv_status llama_snapkv_supported(const struct llama_context * ctx);
+
+    // start to capture queries, allocates the query ring in the memory of each layer's device
+    // the context must hold no tokens; can be called again on an emptied context to change the parameters
+    // from then on llama_memory_can_shift() is false
+    LLAMA_API enum llama_snapkv_status llama_snapkv_init(struct llama_context * ctx, struct llama_snapkv_params params);
+
+    // the pass, at any time, on any one sequence
+    // params: NULL for those of llama_snapkv_init(), n_window must not exceed the one given there
+    // stats:  can be NULL
+    LLAMA_API enum llama_snapkv_status llama_snapkv_compact(
+                 struct llama_context       * ctx,
+                       llama_seq_id           seq_id,
+            const struct llama_snapkv_params * params,
+                  struct llama_snapkv_stats * stats);
+
+    // cells of the sequence in the compacted cache
+    LLAMA_API int32_t llama_snapkv_n_cells(const struct llama_context * ctx, llama_seq_id seq_id);
+
+    // the position that the kept cells before the window share, -1 if the sequence is whole
+    // positions at or below it cannot be removed without removing the whole sequence
+    LLAMA_API llama_pos llama_snapkv_frontier(const struct llama_context * ctx, llama_seq_id seq_id);
+
+    // bytes of the query ring
+    LLAMA_API size_t llama_snapkv_ring_size(const struct llama_context * ctx);
+
+    //
+    // inspection (tests, kept-token maps)
+    // cells are always given in the order of (position, cell index)
+    // functions that fill a buffer return the number of elements, -1 if it is too small or the arguments are wrong
+    //
+
+    LLAMA_API int32_t llama_snapkv_n_layer(const struct llama_context * ctx);
+    LLAMA_API bool    llama_snapkv_get_layer(const struct llama_context * ctx, int32_t i, struct llama_snapkv_layer * out);
+
+    // position and cell index of each cell of the sequence
+    LLAMA_API int32_t llama_snapkv_get_cells(const struct llama_context * ctx, llama_seq_id seq_id, llama_pos * pos, int32_t * cell, int32_t n_max);
+
+    // original positions of the cells' rows in layer i (index as in llama_snapkv_get_layer) and KV head ih
+    // 0 if they are not known (restored state)
+    LLAMA_API int32_t llama_snapkv_get_kept(const struct llama_context * ctx, llama_seq_id seq_id, int32_t i, int32_t ih, llama_pos * out, int32_t n_max);
+
+    // the captured queries of the last tokens as they multiply the cached K, F32 [n_rows, n_head, n_embd_head_k]
+    // returns the number of rows, at most n_window, less if older ones are gone; out can be NULL
+    LLAMA_API int32_t llama_snapkv_get_queries(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, float * out, size_t n_max);
+
+    // mean attention of the window to each cell, as computed by the pass, F32 [n_head, n_cells]
+    LLAMA_API int64_t llama_snapkv_get_scores(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, uint32_t n_window, float * out, size_t n_max);
+
+    // rows of K or V as stored, [n_cells, n_head_kv, bytes per head], also for the transposed V; returns bytes
+    LLAMA_API int64_t llama_snapkv_get_rows_raw(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, bool v, uint8_t * out, size_t n_max);
+
+    // the same, converted to F32 [n_cells, n_head_kv, n_embd_head]; returns elements
+    LLAMA_API int64_t llama_snapkv_get_rows_f32(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, bool v, float * out, size_t n_max);
+
+    // attention sinks of layer i, F32 [n_head]; 0 if it has none
+    LLAMA_API int32_t llama_snapkv_get_sinks(struct llama_context * ctx, int32_t i, float * out, int32_t n_max);
+
+    // version of this interface, and the marks of the patches compiled in, separated by spaces
+    LLAMA_API const char * llama_snapkv_build_info(void);
+
+#ifdef __cplusplus
+}
+#endif

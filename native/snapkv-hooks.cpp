@@ -1,0 +1,457 @@
+#include "snapkv-hooks.h"
+
+#include "llama-graph.h"
+#include "llama-impl.h"
+#include "llama-kv-cache.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <limits>
+#include <new>
+
+llama_snapkv::llama_snapkv(llama_kv_cache & kv, llama_snapkv_params params, uint32_t n_seq_max) :
+    kv(kv), params(params), n_ring(params.n_window + N_RING_SLACK), seqs(n_seq_max) {
+    for (auto & seq : seqs) {
+        seq.ring.assign(n_ring, -1);
+    }
+
+    const auto & hparams = kv.hparams;
+
+    std::map<ggml_backend_buffer_type_t, ggml_context_ptr> ctxs;
+
+    for (const auto & src : kv.layers) {
+        const int32_t il = src.il;
+
+        layer dst = {};
+
+        dst.info.il            = il;
+        dst.info.n_head        = hparams.n_head(il);
+        dst.info.n_head_kv     = hparams.n_head_kv(il);
+        dst.info.n_embd_head_k = hparams.n_embd_head_k(il);
+        dst.info.n_embd_head_v = hparams.n_embd_head_v(il);
+        dst.info.type_k        = src.k->type;
+        dst.info.type_v        = src.v->type;
+
+        auto & ctx = ctxs[ggml_backend_buffer_get_type(src.k->buffer)];
+        if (!ctx) {
+            ctx.reset(ggml_init({ /*.mem_size =*/ kv.layers.size()*ggml_tensor_overhead(), /*.mem_buffer =*/ nullptr, /*.no_alloc =*/ true }));
+            if (!ctx) {
+                throw std::bad_alloc();
+            }
+        }
+
+        dst.q = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, dst.info.n_embd_head_k*dst.info.n_head, n_ring*n_seq_max + 1);
+        ggml_format_name(dst.q, "snapkv_q_l%d", il);
+
+        il_to_layer[il] = layers.size();
+
+        layers.push_back(dst);
+    }
+
+    for (auto & [buft, ctx] : ctxs) {
+        ggml_backend_buffer_ptr buf(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft));
+        if (!buf) {
+            throw std::bad_alloc();
+        }
+        ggml_backend_buffer_clear(buf.get(), 0);
+
+        LLAMA_LOG_INFO("%s: %10s query ring size = %8.2f MiB (%u rows, %u seqs)\n", __func__,
+                ggml_backend_buffer_name(buf.get()), ggml_backend_buffer_get_size(buf.get())/1024.0/1024.0, n_ring, n_seq_max);
+
+        ctxs_bufs.emplace_back(std::move(ctx), std::move(buf));
+    }
+}
+
+size_t llama_snapkv::ring_size() const {
+    size_t res = 0;
+    for (const auto & [ctx, buf] : ctxs_bufs) {
+        res += ggml_backend_buffer_get_size(buf.get());
+    }
+    return res;
+}
+
+//
+// capture
+//
+
+namespace {
+
+// rows of the query ring that the tokens of the ubatch are written to
+struct llm_graph_input_snapkv : public llm_graph_input_i {
+    llm_graph_input_snapkv(llama_snapkv * snapkv, ggml_tensor * rows) : snapkv(snapkv), rows(rows) {}
+
+    void set_input(const llama_ubatch * ubatch) override {
+        std::vector<int64_t> data(ubatch->n_tokens);
+        snapkv->ring_rows(*ubatch, data.data());
+        ggml_backend_tensor_set(rows, data.data(), 0, ggml_nbytes(rows));
+    }
+
+    bool can_reuse(const llm_graph_params & params) override {
+        return rows->ne[0] == params.ubatch.n_tokens;
+    }
+
+    llama_snapkv * snapkv;
+
+    ggml_tensor * rows; // I64 [n_tokens]
+};
+
+}
+
+void llama_snapkv::on_attn(const llm_graph_context & g, ggml_tensor * q, ggml_tensor * kq_b, ggml_tensor * sinks, float kq_scale, int il) {
+    const auto it = il_to_layer.find(il);
+    if (it == il_to_layer.end()) {
+        return; // the sliding-window half
+    }
+
+    // all layers of a graph share the input
+    ggml_tensor * rows = nullptr;
+    for (const auto & inp : g.res->inputs) {
+        if (const auto * cur = dynamic_cast<const llm_graph_input_snapkv *>(inp.get())) {
+            rows = cur->rows;
+        }
+    }
+    if (!rows) {
+        rows = ggml_new_tensor_1d(g.ctx0, GGML_TYPE_I64, g.ubatch.n_tokens);
+        ggml_set_input(rows);
+        ggml_set_name(rows, "snapkv_rows");
+        g.res->add_input(std::make_unique<llm_graph_input_snapkv>(this, rows));
+    }
+
+    layer & dst = layers[it->second];
+
+    // the scale, the sinks and the soft-cap are known only here
+    const bool softcap = g.hparams.attn_soft_cap || (g.arch == LLM_ARCH_GROK && !g.cparams.flash_attn);
+
+    dst.info.kq_scale  = kq_scale;
+    dst.info.softcap   = softcap ? g.hparams.f_attn_logit_softcapping : 0.0f;
+    dst.info.has_sinks = sinks != nullptr;
+    dst.sinks          = sinks;
+    dst.captured       = true;
+    dst.has_bias       = kq_b != nullptr;
+
+    GGML_ASSERT(q->type == GGML_TYPE_F32 && q->ne[0]*q->ne[1] == dst.q->ne[0] && q->ne[2] == rows->ne[0]);
+
+    ggml_tensor * cur = ggml_is_contiguous(q) ? q : ggml_cont(g.ctx0, q);
+    cur = ggml_reshape_2d(g.ctx0, cur, dst.q->ne[0], rows->ne[0]);
+
+    ggml_build_forward_expand(g.gf, ggml_set_rows(g.ctx0, dst.q, cur, rows));
+}
+
+void llama_snapkv::ring_rows(const llama_ubatch & ubatch, int64_t * rows) {
+    const int64_t row_unused = (int64_t) n_ring*seqs.size();
+
+    // only the last n_ring positions of each sequence, so that no row is written twice
+    std::vector<llama_pos> pos_max(seqs.size(), -1);
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+        const llama_seq_id seq_id = ubatch.seq_id[i][0];
+        if (ubatch.n_seq_id[i] == 1 && has_seq(seq_id)) {
+            pos_max[seq_id] = std::max(pos_max[seq_id], ubatch.pos[i]);
+        }
+    }
+
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+        rows[i] = row_unused;
+
+        const llama_seq_id seq_id = ubatch.seq_id[i][0];
+        const llama_pos    pos    = ubatch.pos[i];
+
+        // a token of several sequences has no row of its own, its cell is shared
+        if (ubatch.n_seq_id[i] != 1 || !has_seq(seq_id) || pos + (llama_pos) n_ring <= pos_max[seq_id]) {
+            continue;
+        }
+
+        rows[i] = ring_row(seq_id, pos);
+        seqs[seq_id].ring[pos % n_ring] = pos;
+    }
+}
+
+//
+// frontier
+//
+
+bool llama_snapkv::can_seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) const {
+    if (seq_id < 0) {
+        for (size_t s = 0; s < seqs.size(); ++s) {
+            if (!can_seq_rm(s, p0, p1)) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    if (!has_seq(seq_id) || seqs[seq_id].frontier < 0) {
+        return true;
+    }
+
+    if (p0 >= 0 && p1 >= 0 && p0 >= p1) {
+        return true; // empty
+    }
+
+    const bool whole = p0 <= 0 && (p1 < 0 || p1 > kv.seq_pos_max(seq_id));
+
+    return whole || p0 > seqs[seq_id].frontier;
+}
+
+bool llama_snapkv::on_seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+    if (!can_seq_rm(seq_id, p0, p1)) {
+        return false;
+    }
+
+    for (size_t s = 0; s < seqs.size(); ++s) {
+        if (seq_id >= 0 && (size_t) seq_id != s) {
+            continue;
+        }
+
+        auto & seq = seqs[s];
+
+        for (auto & pos : seq.ring) {
+            if (pos >= p0 && (p1 < 0 || pos < p1)) {
+                pos = -1;
+            }
+        }
+
+        if (p0 <= seq.frontier && (p1 < 0 || p0 < p1)) {
+            seq.frontier = -1;
+            seq.kept.reset();
+        }
+    }
+
+    return true;
+}
+
+void llama_snapkv::on_clear() {
+    for (auto & seq : seqs) {
+        seq.frontier = -1;
+        seq.kept.reset();
+        std::fill(seq.ring.begin(), seq.ring.end(), -1);
+    }
+}
+
+void llama_snapkv::on_seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
+    if (seq_id_src == seq_id_dst || !has_seq(seq_id_dst)) {
+        return;
+    }
+
+    auto & dst = seqs[seq_id_dst];
+
+    // the copy's queries are in the ring of the source
+    std::fill(dst.ring.begin(), dst.ring.end(), -1);
+
+    const bool is_replaced = kv.get_stream(seq_id_src) != kv.get_stream(seq_id_dst);
+    if (is_replaced) {
+        dst.frontier = -1;
+        dst.kept.reset();
+    }
+
+    if (!has_seq(seq_id_src)) {
+        return;
+    }
+
+    const auto & src = seqs[seq_id_src];
+
+    const bool is_copied = src.frontier >= 0 && (is_replaced || (p0 <= src.frontier && (p1 < 0 || p1 > src.frontier)));
+    if (is_copied && src.frontier > dst.frontier) {
+        dst.frontier = src.frontier;
+        dst.kept     = kv.seq_pos_max(seq_id_dst) < 0 || is_replaced ? src.kept : nullptr;
+    }
+}
+
+void llama_snapkv::on_seq_keep(llama_seq_id seq_id) {
+    for (size_t s = 0; s < seqs.size(); ++s) {
+        if ((llama_seq_id) s != seq_id && kv.get_stream(s) == kv.get_stream(seq_id)) {
+            seqs[s].frontier = -1;
+            seqs[s].kept.reset();
+            std::fill(seqs[s].ring.begin(), seqs[s].ring.end(), -1);
+        }
+    }
+}
+
+void llama_snapkv::on_state_read(llama_seq_id seq_id) {
+    for (size_t s = 0; s < seqs.size(); ++s) {
+        if (seq_id >= 0 && (size_t) seq_id != s) {
+            continue;
+        }
+
+        auto & seq = seqs[s];
+
+        // the state holds no queries
+        std::fill(seq.ring.begin(), seq.ring.end(), -1);
+        seq.kept.reset();
+
+        // a whole sequence starts at 0, a compacted one at its frontier: n > n_budget > n_window, so it is never 0
+        const llama_pos pos_min = kv.seq_pos_min(s);
+        seq.frontier = pos_min > 0 ? pos_min : -1;
+    }
+}
+
+void llama_snapkv::on_refused(const char * what) const {
+    LLAMA_LOG_ERROR("%s: positions cannot be changed in a context with SnapKV, see llama_memory_can_shift()\n", what);
+}
+
+//
+// the cache
+//
+
+const llama_kv_cells & llama_snapkv::get_cells(llama_seq_id seq_id) const {
+    return kv.get_cells(seq_id);
+}
+
+std::vector<std::pair<llama_pos, uint32_t>> llama_snapkv::get_order(llama_seq_id seq_id) const {
+    const auto & order = get_cells(seq_id).seq_pos_get(seq_id);
+
+    return { order.begin(), order.end() };
+}
+
+uint32_t llama_snapkv::get_n_tail(llama_seq_id seq_id, const std::vector<std::pair<llama_pos, uint32_t>> & order, uint32_t n_max) const {
+    const llama_pos frontier = seqs[seq_id].frontier;
+
+    uint32_t res = 0;
+    while (res < n_max && res < order.size()) {
+        const auto & cur = order[order.size() - 1 - res];
+        if (cur.first <= frontier || cur.first != order.back().first - (llama_pos) res) {
+            break;
+        }
+        res++;
+    }
+
+    return res;
+}
+
+uint32_t llama_snapkv::get_n_queries(llama_seq_id seq_id, const std::vector<std::pair<llama_pos, uint32_t>> & order, uint32_t n_max) const {
+    const uint32_t n_tail = get_n_tail(seq_id, order, n_max);
+
+    // every other position is a wrong row: generated tokens overwrite the ring, and a roll-back does not bring them back
+    uint32_t res = 0;
+    while (res < n_tail) {
+        const llama_pos pos = order.back().first - (llama_pos) res;
+        if (seqs[seq_id].ring[pos % n_ring] != pos) {
+            break;
+        }
+        res++;
+    }
+
+    return res;
+}
+
+std::vector<llama_pos> llama_snapkv::get_positions(llama_seq_id seq_id, uint32_t i, uint32_t ih) const {
+    const auto & seq = seqs[seq_id];
+
+    std::vector<llama_pos> res;
+
+    size_t n_merged = 0;
+    for (const auto & [pos, cell] : get_order(seq_id)) {
+        res.push_back(pos);
+        n_merged += pos <= seq.frontier;
+    }
+
+    if (n_merged > 0) {
+        if (!seq.kept || seq.kept->at(0).size() != n_merged) {
+            return {};
+        }
+
+        size_t idx = ih;
+        for (uint32_t j = 0; j < i; ++j) {
+            idx += layers[j].info.n_head_kv;
+        }
+
+        std::copy(seq.kept->at(idx).begin(), seq.kept->at(idx).end(), res.begin());
+    }
+
+    return res;
+}
+
+bool llama_snapkv::has_shared_cells(llama_seq_id seq_id) const {
+    const auto & cells = get_cells(seq_id);
+
+    for (const auto & [pos, cell] : cells.seq_pos_get(seq_id)) {
+        if (cells.seq_count(cell) > 1) {
+            return true;
+        }
+    }
+
+    return false;
+}
+
+ggml_tensor * llama_snapkv::get_k(uint32_t i, llama_seq_id seq_id) const {
+    return kv.layers[i].k_stream[kv.get_stream(seq_id)];
+}
+
+ggml_tensor * llama_snapkv::get_v(uint32_t i, llama_seq_id seq_id) const {
+    return kv.layers[i].v_stream[kv.get_stream(seq_id)];
+}
+
+bool llama_snapkv::get_v_trans() const {
+    return kv.v_trans;
+}
+
+uint32_t llama_snapkv::get_kv_size() const {
+    return kv.get_size();
+}
+
+void llama_snapkv::set_compacted(
+        llama_seq_id seq_id,
+        const std::vector<std::pair<llama_pos, uint32_t>> & order,
+        const std::vector<uint32_t> & dst,
+        uint32_t n_tail,
+        std::shared_ptr<const kept_positions> kept) {
+    auto & cells = kv.v_cells[kv.get_stream(seq_id)];
+
+    const size_t    n_src    = order.size();
+    const size_t    n_dst    = dst.size();
+    const llama_pos pos_max  = order.back().first;
+    const llama_pos frontier = pos_max - (llama_pos) n_tail;
+
+    // the last n_dst tokens' extra info, so that lookups of the tokens before the next one stay right
+    std::vector<llama_kv_cell_ext> exts;
+    for (size_t j = 0; j < n_dst; ++j) {
+        exts.push_back(cells.ext_get(order[n_src - n_dst + j].second));
+    }
+
+    const auto ring = seqs[seq_id].ring;
+
+    const bool ok = kv.seq_rm(seq_id, -1, -1);
+    GGML_ASSERT(ok && "removing a whole sequence is always possible");
+
+    for (size_t j = 0; j < n_dst; ++j) {
+        const bool is_tail = j >= n_dst - n_tail;
+
+        cells.pos_set(dst[j], is_tail ? order[n_src - n_dst + j].first : frontier);
+        cells.ext_set(dst[j], exts[j]);
+        cells.seq_add(dst[j], seq_id);
+    }
+
+    auto & seq = seqs[seq_id];
+
+    seq.frontier = frontier;
+    seq.kept     = std::move(kept);
+    seq.ring     = ring;
+}
+
+void llama_snapkv::drop(llama_seq_id seq_id) {
+    kv.seq_rm(seq_id, -1, -1);
+}
+
+llama_snapkv_status llama_snapkv::check_cache(const llama_kv_cache & kv) {
+    if (kv.other || kv.n_swa > 0 || kv.layers.empty()) {
+        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY;
+    }
+    for (const auto & layer : kv.layers) {
+        if (!layer.k || !layer.v || kv.hparams.n_head_kv(layer.il) == 0) {
+            return LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY;
+        }
+    }
+    if (kv.map_layer_ids.size() != kv.layers.size()) {
+        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_SHARED_KV;
+    }
+    if (kv.hparams.use_alibi || kv.hparams.f_max_alibi_bias > 0.0f) {
+        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_ALIBI;
+    }
+    if (kv.hparams.n_pos_per_embd() > 1) {
+        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_MROPE;
+    }
+    return LLAMA_SNAPKV_STATUS_OK;
+}
+
+void llama_snapkv::attach(llama_kv_cache & kv, std::shared_ptr<llama_snapkv> snapkv) {
+    kv.snapkv = std::move(snapkv);
+}

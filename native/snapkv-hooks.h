@@ -1,0 +1,139 @@
+#pragma once
+
+// what llama.cpp's patched sources see of SnapKV: one object per KV cache, null unless llama_snapkv_init() was called
+
+#include "llama-snapkv.h"
+
+#include "ggml-cpp.h"
+
+#include <array>
+#include <map>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+struct llm_graph_context;
+struct llama_ubatch;
+
+class llama_kv_cache;
+class llama_kv_cells;
+
+struct llama_snapkv {
+    // spare rows of the query ring: a roll-back of that many tokens leaves a full window
+    static constexpr uint32_t N_RING_SLACK = 16;
+
+    struct layer {
+        llama_snapkv_layer info;
+
+        // query ring, in the buffer type of the layer's K, as rows of all heads
+        // the row of position p of sequence s is s*n_ring + p % n_ring, the last row takes what is not kept
+        ggml_tensor * q = nullptr; // F32 [n_embd_head_k*n_head, n_ring*n_seq_max + 1]
+
+        ggml_tensor * sinks = nullptr; // F32 [n_head], a weight of the model
+
+        // set when a graph is built, see on_attn()
+        bool captured = false;
+        bool has_bias = false;
+    };
+
+    // original positions of the rows in the cells at the frontier, by [layer*n_head_kv + head][cell in order]
+    using kept_positions = std::vector<std::vector<llama_pos>>;
+
+    struct sequence {
+        llama_pos frontier = -1;
+
+        std::vector<llama_pos> ring; // position whose query is in the row, -1: none
+
+        std::shared_ptr<const kept_positions> kept; // null: not known
+    };
+
+    // allocates the ring, throws std::bad_alloc
+    llama_snapkv(llama_kv_cache & kv, llama_snapkv_params params, uint32_t n_seq_max);
+
+    //
+    // hooks
+    //
+
+    // called for each attention that reads this cache, q: F32 [n_embd_head_k, n_head, n_tokens] as it multiplies the cached K
+    void on_attn(const llm_graph_context & g, ggml_tensor * q, ggml_tensor * kq_b, ggml_tensor * sinks, float kq_scale, int il);
+
+    // false if [p0, p1) reaches into the compacted cells of a sequence without removing all of it
+    // seq_id < 0: any sequence
+    bool can_seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) const;
+
+    // the same, and forgets what is removed if it is true
+    bool on_seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1);
+
+    void on_clear();
+    void on_seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1); // before the copy
+    void on_seq_keep(llama_seq_id seq_id);
+    void on_state_read(llama_seq_id seq_id); // after it
+    void on_refused(const char * what) const;
+
+    //
+    // capture
+    //
+
+    // the rows of the ring that the tokens of the ubatch are written to, and remembers which positions they hold
+    void ring_rows(const llama_ubatch & ubatch, int64_t * rows);
+
+    uint32_t ring_row(llama_seq_id seq_id, llama_pos pos) const { return seq_id*n_ring + pos % n_ring; }
+
+    size_t ring_size() const;
+
+    //
+    // the cache
+    //
+
+    bool has_seq(llama_seq_id seq_id) const { return seq_id >= 0 && (size_t) seq_id < seqs.size(); }
+
+    const llama_kv_cells & get_cells(llama_seq_id seq_id) const;
+
+    // cells of the sequence in the order of (position, cell index)
+    std::vector<std::pair<llama_pos, uint32_t>> get_order(llama_seq_id seq_id) const;
+
+    // number of cells at the end of the order that have consecutive positions of their own, at most n_max
+    uint32_t get_n_tail(llama_seq_id seq_id, const std::vector<std::pair<llama_pos, uint32_t>> & order, uint32_t n_max) const;
+
+    // number of the last tokens whose queries are in the ring, at most n_max
+    uint32_t get_n_queries(llama_seq_id seq_id, const std::vector<std::pair<llama_pos, uint32_t>> & order, uint32_t n_max) const;
+
+    // original positions of the sequence's rows in (layer i, KV head ih), empty if not known
+    std::vector<llama_pos> get_positions(llama_seq_id seq_id, uint32_t i, uint32_t ih) const;
+
+    bool has_shared_cells(llama_seq_id seq_id) const;
+
+    // K or V of the sequence's stream, [n_embd_gqa, kv_size] as the cache declares them
+    ggml_tensor * get_k(uint32_t i, llama_seq_id seq_id) const;
+    ggml_tensor * get_v(uint32_t i, llama_seq_id seq_id) const;
+    bool     get_v_trans() const;
+    uint32_t get_kv_size() const;
+
+    // the sequence's rows were moved into the cells dst (ascending), kept: see kept_positions, n_tail: cells that keep their position
+    void set_compacted(
+            llama_seq_id seq_id,
+            const std::vector<std::pair<llama_pos, uint32_t>> & order,
+            const std::vector<uint32_t> & dst,
+            uint32_t n_tail,
+            std::shared_ptr<const kept_positions> kept);
+
+    // remove the sequence whatever its state
+    void drop(llama_seq_id seq_id);
+
+    // LLAMA_SNAPKV_STATUS_OK if this class of cache can be compacted
+    static llama_snapkv_status check_cache(const llama_kv_cache & kv);
+
+    static void attach(llama_kv_cache & kv, std::shared_ptr<llama_snapkv> snapkv);
+
+    llama_kv_cache & kv;
+
+    const llama_snapkv_params params;
+
+    const uint32_t n_ring; // rows per sequence
+
+    std::vector<layer> layers;                // by index in the cache
+    std::unordered_map<int32_t, uint32_t> il_to_layer;
+    std::vector<sequence> seqs;               // by sequence id
+
+    std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> ctxs_bufs;
+};
