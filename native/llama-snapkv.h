@@ -152,7 +152,7 @@ extern "C" {
     // returns the number of rows, at most n_window, less if older ones are gone; out can be NULL
     LLAMA_API int32_t llama_snapkv_get_queries(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, float * out, size_t n_max);
 
-    // mean attention of the window to each cell, as computed by the pass, F32 [n_head, n_cells]
+    // attention to each cell, summed over the rows of the window, as computed by the pass, F32 [n_head, n_cells]
     LLAMA_API int64_t llama_snapkv_get_scores(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, uint32_t n_window, float * out, size_t n_max);
 
     // rows of K or V as stored, [n_cells, n_head_kv, bytes per head], also for the transposed V; returns bytes

@@ -324,9 +324,6 @@ ggml_status snapkv_compute_scores(
                         dst[j] += data[j];
                     }
                     if (is_last) {
-                        for (auto & s : *scores) {
-                            s /= n_window;
-                        }
                         on_scores(i, std::move(*scores));
                     }
                 });

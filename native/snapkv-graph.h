@@ -1,6 +1,6 @@
 #pragma once
 
-// the two graphs of the pass: mean attention of the window to each cell, and the moves of the kept rows
+// the two graphs of the pass: attention of the window to each cell, and the moves of the kept rows
 // both run through the context's scheduler, in slices, so that scratch memory does not grow with the prompt
 
 #include "snapkv-hooks.h"
@@ -14,7 +14,7 @@ struct llama_context;
 // what one graph may take in each of: temporary tensors, inputs, outputs
 constexpr size_t SNAPKV_N_BYTES_SLICE = 12*1024*1024;
 
-// mean attention of the last n_window cells of the order to each cell, per layer and query head
+// attention of the last n_window cells of the order to each cell, summed over them, per layer and query head
 // on_scores is called once per layer: [n_head][n]
 // the queries of these cells must be in the ring
 ggml_status snapkv_compute_scores(

@@ -5,7 +5,7 @@
 #include <numeric>
 
 // sum over [j - r, j + r] for each j
-static void pool_sum(const float * src, int64_t n, int64_t r, double * dst) {
+static void pool_sum(const double * src, int64_t n, int64_t r, double * dst) {
     for (int64_t j = 0; j < n; ++j) {
         double sum = 0.0;
         for (int64_t k = std::max<int64_t>(0, j - r); k <= std::min(n - 1, j + r); ++k) {
@@ -16,7 +16,7 @@ static void pool_sum(const float * src, int64_t n, int64_t r, double * dst) {
 }
 
 // maximum over [j - r, j + r] for each j, in linear time; scores are not negative, so padding with zeros changes nothing
-static void pool_max(const float * src, int64_t n, int64_t r, double * dst) {
+static void pool_max(const double * src, int64_t n, int64_t r, double * dst) {
     std::deque<int64_t> best; // indices of falling values
     for (int64_t k = 0; k < n + r; ++k) {
         if (k < n) {
@@ -48,16 +48,19 @@ std::vector<uint32_t> snapkv_select(
     const int64_t n_prefix = (int64_t) n - n_window;
     const int64_t n_radius = std::min<int64_t>(n_kernel/2, n_prefix);
 
+    std::vector<double> row   (n_prefix);
     std::vector<double> pooled(n_prefix);
     std::vector<double> total (n_prefix, 0.0);
 
     for (uint32_t g = 0; g < n_group; ++g) {
-        const float * row = scores + (size_t) g*n;
+        for (int64_t j = 0; j < n_prefix; ++j) {
+            row[j] = (double) scores[(size_t) g*n + j] / n_window;
+        }
 
         if (pool == LLAMA_SNAPKV_POOL_MAX) {
-            pool_max(row, n_prefix, n_radius, pooled.data());
+            pool_max(row.data(), n_prefix, n_radius, pooled.data());
         } else {
-            pool_sum(row, n_prefix, n_radius, pooled.data());
+            pool_sum(row.data(), n_prefix, n_radius, pooled.data());
             for (auto & p : pooled) {
                 p /= n_kernel;
             }

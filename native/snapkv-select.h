@@ -7,7 +7,7 @@
 
 // Which cells one KV head keeps. Runs on the host: ties and order are exact, and the kept positions are known for free.
 //
-// scores:  mean attention of the window to each cell, [n_group][n] row by row, one row per query head of the GQA group
+// scores:  attention to each cell, summed over the window, [n_group][n] row by row, one row per query head of the GQA group
 // returns: n_budget indices into [0, n), ascending: the n_budget - n_recent best of [0, n - n_recent), ties to the lower
 //          index, and the last n_recent
 //

@@ -1,0 +1,92 @@
+# make help says what there is. Needs Python >= 3.10, make and a C++ compiler; cmake and ninja come with pip.
+
+PYTHON ?= python3
+VENV   ?= .venv
+
+BIN   := $(VENV)/bin
+PIP   := $(BIN)/pip --disable-pip-version-check --quiet
+BUILD := build/wheel
+ASAN  := build/asan
+
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' vendor/llama.cpp.toml)
+
+# rings of tests, fastest first: folders of tests/
+RINGS := unit build native tiny model server
+
+# libllama without our code, for the tests that compare with it
+export SNAPKV_PRISTINE_LIB := $(CURDIR)/$(BUILD)/pristine
+
+.NOTPARALLEL:
+.PHONY: help venv bindings build native demo bench test $(RINGS:%=test-%) asan lint check-patches clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+	@echo '  make test-RING      one ring of tests: $(RINGS)'
+	@echo 'CMAKE_ARGS="-DGGML_CUDA=ON" and the like choose backends, SNAPKV_LLAMA_SOURCE=... a local llama-cpp-python sdist.'
+
+$(VENV)/.tools: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "Python >= 3.10 is needed, $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	    { echo "$(PYTHON) cannot make a virtual environment: install its venv module (Debian: apt install python3-venv)"; exit 1; }
+	$(PIP) install --upgrade 'pip>=23.1' 'scikit-build-core>=1.0' cmake ninja
+	@touch $@
+
+venv: $(VENV)/.tools ## the virtual environment with the build tools
+
+# Without libraries of its own it installs in seconds, whatever CMAKE_ARGS says for our build. Not through pip's cache:
+# another project of this user would get that wheel, which does not work without ours.
+$(VENV)/.bindings-$(VERSION): | $(VENV)/.tools
+	@sdist=$$($(BIN)/python cmake/vendor_llama.py --bindings) && \
+	    echo "installing the bindings from $$sdist" && \
+	    CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $(PIP) install --no-cache-dir "$$sdist"
+	@touch $@
+
+bindings: $(VENV)/.bindings-$(VERSION) ## llama-cpp-python at the pinned version, without libraries
+
+build: venv bindings ## build and install the package, incrementally
+	$(PIP) install --no-build-isolation '.[test,bench]'
+
+demo: build ## the main job on the small real model
+	$(BIN)/snapkv demo
+
+bench: build ## prefill, pass and decode, full and compacted
+	$(BIN)/snapkv bench
+
+native: build ## the native tests and libllama without our code
+	$(BIN)/cmake $(BUILD) -DSNAPKV_BUILD_TESTS=ON -Wno-author > $(BUILD)/tests.log || { cat $(BUILD)/tests.log; exit 1; }
+	$(BIN)/cmake --build $(BUILD) --target snapkv-tests llama-pristine
+
+test: $(RINGS:%=test-%) ## every test
+
+test-native: native
+	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
+	@$(MAKE) pytest RING=native
+
+test-tiny test-model test-server: native
+	@$(MAKE) pytest RING=$(@:test-%=%)
+
+test-unit test-build: build
+	@$(MAKE) pytest RING=$(@:test-%=%)
+
+.PHONY: pytest
+pytest: # a ring that has no folder yet passes
+	@if ls tests/$(RING)/test_*.py > /dev/null 2>&1; then $(BIN)/pytest -q tests/$(RING); fi
+
+asan: venv ## the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(BIN)/cmake -S . -B $(ASAN) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSNAPKV_SANITIZE=address,undefined -DSNAPKV_BUILD_TESTS=ON -Wno-author
+	$(BIN)/cmake --build $(ASAN) --target snapkv-tests
+	$(BIN)/ctest --test-dir $(ASAN) --output-on-failure
+
+lint: build ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+check-patches: venv ## patches/ against upstream and the hook table
+	@$(BIN)/python cmake/vendor_llama.py
+	@PYTHONDONTWRITEBYTECODE=1 $(BIN)/python cmake/check_patches.py
+
+clean: ## remove what was built, the virtual environment and the unpacked sources
+	rm -rf build $(VENV) vendor/llama.cpp vendor/llama.cpp-pristine vendor/.llama.cpp* vendor/.lock

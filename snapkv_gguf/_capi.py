@@ -1,0 +1,320 @@
+"""ctypes for native/llama-snapkv.h, on the libllama that llama_cpp has loaded."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _lib
+from .config import Pool, ResolvedSnapKV
+
+
+class Status(IntEnum):
+    """enum llama_snapkv_status: > 0 a success that did nothing, < 0 a refusal or a failure."""
+
+    OK = 0
+    WITHIN_BUDGET = 1
+    INVALID_PARAMS = -1
+    NOT_ENABLED = -2
+    INVALID_SEQ = -3
+    NO_QUERIES = -4
+    SHARED_CELLS = -5
+    UNSUPPORTED_RECURRENT = -6
+    UNSUPPORTED_HYBRID = -7
+    UNSUPPORTED_MEMORY = -8
+    UNSUPPORTED_ENCODER = -9
+    UNSUPPORTED_EMBEDDINGS = -10
+    UNSUPPORTED_ALIBI = -11
+    UNSUPPORTED_MROPE = -12
+    UNSUPPORTED_SHARED_KV = -13
+    UNSUPPORTED_BIAS = -14
+    NOT_EMPTY = -15
+    ABORTED = -20
+    FAILED_COMPUTE = -21
+    SEQUENCE_LOST = -22
+
+
+POOL_TYPES: dict[Pool, int] = {"avg": 0, "max": 1}
+
+
+class Params(ctypes.Structure):
+    """struct llama_snapkv_params."""
+
+    _fields_ = [
+        ("n_budget", ctypes.c_uint32),
+        ("n_window", ctypes.c_uint32),
+        ("n_recent", ctypes.c_uint32),
+        ("n_kernel", ctypes.c_uint32),
+        ("pool", ctypes.c_int),
+    ]
+
+    @classmethod
+    def of(cls, settings: ResolvedSnapKV) -> Params:
+        """The struct for settings in cells."""
+        return cls(settings.budget, settings.window, settings.recent, settings.kernel, POOL_TYPES[settings.pool])
+
+
+class Stats(ctypes.Structure):
+    """struct llama_snapkv_stats."""
+
+    n_cells_before: int
+    n_cells_after: int
+    n_window: int
+    n_recent: int
+    n_bytes_freed: int
+    n_bytes_grown: int
+    t_score_us: int
+    t_select_us: int
+    t_move_us: int
+    t_total_us: int
+
+    _fields_ = [
+        ("n_cells_before", ctypes.c_uint32),
+        ("n_cells_after", ctypes.c_uint32),
+        ("n_window", ctypes.c_uint32),
+        ("n_recent", ctypes.c_uint32),
+        ("n_bytes_freed", ctypes.c_uint64),
+        ("n_bytes_grown", ctypes.c_uint64),
+        ("t_score_us", ctypes.c_int64),
+        ("t_select_us", ctypes.c_int64),
+        ("t_move_us", ctypes.c_int64),
+        ("t_total_us", ctypes.c_int64),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("il", ctypes.c_int32),
+        ("n_head", ctypes.c_int32),
+        ("n_head_kv", ctypes.c_int32),
+        ("n_embd_head_k", ctypes.c_int32),
+        ("n_embd_head_v", ctypes.c_int32),
+        ("type_k", ctypes.c_int),
+        ("type_v", ctypes.c_int),
+        ("kq_scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("has_sinks", ctypes.c_bool),
+    ]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that the pass compacts; types are ggml_type numbers, ``il`` the layer's index in the model."""
+
+    il: int
+    n_head: int
+    n_head_kv: int
+    n_embd_head_k: int
+    n_embd_head_v: int
+    type_k: int
+    type_v: int
+    kq_scale: float
+    softcap: float
+    has_sinks: bool
+
+
+class SnapKVError(RuntimeError):
+    """A pass was refused or failed.
+
+    Attributes:
+        status: The status of llama-snapkv.h.
+    """
+
+    def __init__(self, status: Status, advice: str = "") -> None:
+        super().__init__(status, advice)
+        self.status = status
+        self.advice = advice
+
+    def __str__(self) -> str:
+        text = f"{status_str(self.status)} ({self.status.name})"
+        return f"{text}: {self.advice}" if self.advice else text
+
+
+lib = _lib.load()
+
+_ctx = ctypes.c_void_p
+_seq = ctypes.c_int32
+_i32 = ctypes.c_int32
+_i32_p = ctypes.POINTER(ctypes.c_int32)
+_f32_p = ctypes.POINTER(ctypes.c_float)
+_u8_p = ctypes.POINTER(ctypes.c_uint8)
+
+# name without its prefix: (result, arguments)
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "default_params": (Params, []),
+    "paper_params": (Params, []),
+    "params_check": (ctypes.c_char_p, [Params]),
+    "status_str": (ctypes.c_char_p, [ctypes.c_int]),
+    "supported": (ctypes.c_int, [_ctx]),
+    "init": (ctypes.c_int, [_ctx, Params]),
+    "compact": (ctypes.c_int, [_ctx, _seq, ctypes.POINTER(Params), ctypes.POINTER(Stats)]),
+    "n_cells": (_i32, [_ctx, _seq]),
+    "frontier": (_i32, [_ctx, _seq]),
+    "ring_size": (ctypes.c_size_t, [_ctx]),
+    "n_layer": (_i32, [_ctx]),
+    "get_layer": (ctypes.c_bool, [_ctx, _i32, ctypes.POINTER(_Layer)]),
+    "get_cells": (_i32, [_ctx, _seq, _i32_p, _i32_p, _i32]),
+    "get_kept": (_i32, [_ctx, _seq, _i32, _i32, _i32_p, _i32]),
+    "get_queries": (_i32, [_ctx, _seq, _i32, _f32_p, ctypes.c_size_t]),
+    "get_scores": (ctypes.c_int64, [_ctx, _seq, _i32, ctypes.c_uint32, _f32_p, ctypes.c_size_t]),
+    "get_rows_raw": (ctypes.c_int64, [_ctx, _seq, _i32, ctypes.c_bool, _u8_p, ctypes.c_size_t]),
+    "get_rows_f32": (ctypes.c_int64, [_ctx, _seq, _i32, ctypes.c_bool, _f32_p, ctypes.c_size_t]),
+    "get_sinks": (_i32, [_ctx, _i32, _f32_p, _i32]),
+    "build_info": (ctypes.c_char_p, []),
+}
+
+
+def _bind(name: str) -> Any:
+    function = getattr(lib, f"llama_snapkv_{name}")
+    function.restype, function.argtypes = _SIGNATURES[name]
+    return function
+
+
+_c = {name: _bind(name) for name in _SIGNATURES}
+
+
+def _text(value: bytes | None) -> str:
+    return value.decode() if value else ""
+
+
+def default_params() -> Params:
+    """The library's recommended setting."""
+    params: Params = _c["default_params"]()
+    return params
+
+
+def paper_params() -> Params:
+    """The library's setting of the paper."""
+    params: Params = _c["paper_params"]()
+    return params
+
+
+def params_check(params: Params) -> str:
+    """Empty if the parameters are valid, else a sentence that says which is wrong."""
+    return _text(_c["params_check"](params))
+
+
+def status_str(status: Status) -> str:
+    """The library's text for a status."""
+    return _text(_c["status_str"](status))
+
+
+def build_info() -> str:
+    """Version of the interface and the marks of the patches compiled in, separated by spaces."""
+    return _text(_c["build_info"]())
+
+
+def supported(ctx: Any) -> Status:
+    """Whether sequences of this context can be compacted at all."""
+    return Status(_c["supported"](ctx))
+
+
+def init(ctx: Any, params: Params) -> Status:
+    """Start to capture queries; the context must hold no tokens."""
+    return Status(_c["init"](ctx, params))
+
+
+def compact(ctx: Any, seq_id: int, params: Params | None = None) -> tuple[Status, Stats]:
+    """The pass; ``params`` None for those of :func:`init`."""
+    stats = Stats()
+    status = _c["compact"](ctx, seq_id, None if params is None else ctypes.byref(params), ctypes.byref(stats))
+    return Status(status), stats
+
+
+def n_cells(ctx: Any, seq_id: int) -> int:
+    """Cells of the sequence in the compacted cache."""
+    return int(_c["n_cells"](ctx, seq_id))
+
+
+def frontier(ctx: Any, seq_id: int) -> int:
+    """The position that the kept cells before the window share, -1 if the sequence is whole."""
+    return int(_c["frontier"](ctx, seq_id))
+
+
+def ring_size(ctx: Any) -> int:
+    """Bytes of the query ring."""
+    return int(_c["ring_size"](ctx))
+
+
+def layers(ctx: Any) -> list[Layer]:
+    """The layers that the pass compacts."""
+    found = []
+    for i in range(_c["n_layer"](ctx)):
+        layer = _Layer()
+        if not _c["get_layer"](ctx, i, ctypes.byref(layer)):
+            raise IndexError(f"llama_snapkv_get_layer: no layer {i}")
+        found.append(Layer(*(getattr(layer, name) for name in Layer.__dataclass_fields__)))
+    return found
+
+
+def cells(ctx: Any, seq_id: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Position and index of each cell, in the order of (position, cell index)."""
+    n = n_cells(ctx, seq_id)
+    pos, index = np.empty(n, np.int32), np.empty(n, np.int32)
+    _filled(_c["get_cells"](ctx, seq_id, pos.ctypes.data_as(_i32_p), index.ctypes.data_as(_i32_p), n), n)
+    return pos, index
+
+
+def kept(ctx: Any, seq_id: int, i: int, ih: int) -> npt.NDArray[np.int32]:
+    """Original positions of the cells' rows in compacted layer i and KV head ih, empty if they are not known."""
+    n = n_cells(ctx, seq_id)
+    out = np.empty(n, np.int32)
+    return out[: _filled(_c["get_kept"](ctx, seq_id, i, ih, out.ctypes.data_as(_i32_p), n), n)]
+
+
+def n_queries(ctx: Any, seq_id: int, i: int) -> int:
+    """Captured queries of the sequence's last tokens in compacted layer i."""
+    return _filled(_c["get_queries"](ctx, seq_id, i, None, 0))
+
+
+def queries(ctx: Any, seq_id: int, i: int) -> npt.NDArray[np.float32]:
+    """Captured queries as they multiply the cached K: [rows, n_head, n_embd_head_k]."""
+    layer = layers(ctx)[i]
+    out = np.empty((n_queries(ctx, seq_id, i), layer.n_head, layer.n_embd_head_k), np.float32)
+    _filled(_c["get_queries"](ctx, seq_id, i, out.ctypes.data_as(_f32_p), out.size), out.shape[0])
+    return out
+
+
+def scores(ctx: Any, seq_id: int, i: int, n_window: int) -> npt.NDArray[np.float32]:
+    """Attention to each cell, summed over the rows of the window, as computed by the pass: [n_head, n_cells]."""
+    out = np.empty((layers(ctx)[i].n_head, n_cells(ctx, seq_id)), np.float32)
+    _filled(_c["get_scores"](ctx, seq_id, i, n_window, out.ctypes.data_as(_f32_p), out.size), out.size)
+    return out
+
+
+def rows_raw(ctx: Any, seq_id: int, i: int, v: bool) -> npt.NDArray[np.uint8]:
+    """Rows of K or V as stored: [n_cells, n_head_kv, bytes per head]."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    layer = layers(ctx)[i]
+    kind, dim = (layer.type_v, layer.n_embd_head_v) if v else (layer.type_k, layer.n_embd_head_k)
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    out = np.empty((n_cells(ctx, seq_id), layer.n_head_kv, dim // block * size), np.uint8)
+    _filled(_c["get_rows_raw"](ctx, seq_id, i, v, out.ctypes.data_as(_u8_p), out.size), out.size)
+    return out
+
+
+def rows_f32(ctx: Any, seq_id: int, i: int, v: bool) -> npt.NDArray[np.float32]:
+    """Rows of K or V converted to F32: [n_cells, n_head_kv, n_embd_head]."""
+    layer = layers(ctx)[i]
+    dim = layer.n_embd_head_v if v else layer.n_embd_head_k
+    out = np.empty((n_cells(ctx, seq_id), layer.n_head_kv, dim), np.float32)
+    _filled(_c["get_rows_f32"](ctx, seq_id, i, v, out.ctypes.data_as(_f32_p), out.size), out.size)
+    return out
+
+
+def sinks(ctx: Any, i: int) -> npt.NDArray[np.float32] | None:
+    """Attention sinks of compacted layer i, [n_head], None if it has none."""
+    out = np.empty(layers(ctx)[i].n_head, np.float32)
+    return out if _filled(_c["get_sinks"](ctx, i, out.ctypes.data_as(_f32_p), out.size)) else None
+
+
+def _filled(n: int, expected: int | None = None) -> int:
+    if n < 0 or (expected is not None and n not in (0, expected)):
+        raise RuntimeError(f"llama-snapkv.h filled {n} elements, expected {expected}: wrong sequence or layer")
+    return n

@@ -1,0 +1,147 @@
+"""The settings of a pass, checked, and resolved for a prompt of a known length."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+Pool = Literal["max", "avg"]
+
+# llama_snapkv_params holds unsigned 32-bit numbers, positions in llama.cpp are signed
+MAX_CELLS = 2**31 - 1
+
+# the query ring takes window * n_head * head size * 4 bytes per layer and sequence
+MAX_WINDOW = 4096
+
+
+@dataclass(frozen=True)
+class ResolvedSnapKV:
+    """The settings for one prompt, in cells: the fields of ``llama_snapkv_params``."""
+
+    budget: int
+    window: int
+    recent: int
+    kernel: int
+    pool: Pool
+
+
+@dataclass(frozen=True)
+class SnapKV:
+    """What a pass keeps (Li et al., 2024, arXiv:2404.14469, section 4).
+
+    Attributes:
+        budget: Cells a sequence keeps, the recent part included: a number of cells (int, > window), or a
+            share of the prompt (float, 0 < budget < 1).
+        window: Last prompt tokens whose queries score the others, 1 <= window < budget, at most 4096.
+        kernel: Width of the pooling over neighbouring cells, odd.
+        pool: ``"max"`` or ``"avg"``. Averages are zero padded and always divided by ``kernel``.
+        recent: Last cells that are kept in any case: a number of cells (int, 0 or window <= recent < budget),
+            or a share of the budget (float, 0 <= recent < 1). Never fewer than ``window``.
+
+    Raises:
+        TypeError: A field has the wrong type.
+        ValueError: A field is out of its range.
+    """
+
+    # the recommended preset, equal to llama_snapkv_default_params()
+    budget: int | float = 1024
+    window: int = 16
+    kernel: int = 21
+    pool: Pool = "max"
+    recent: int | float = 0.5
+
+    def __post_init__(self) -> None:
+        budget = _number("budget", self.budget, "a number of cells (int) or a share of the prompt (float)")
+        window = _integer("window", self.window, "a number of tokens (int)")
+        kernel = _integer("kernel", self.kernel, "an odd number of cells (int)")
+        recent = _number("recent", self.recent, "a number of cells (int) or a share of the budget (float)")
+
+        if not 1 <= window <= MAX_WINDOW:
+            raise ValueError(f"window={window}: must be between 1 and {MAX_WINDOW} tokens, try 16 or 32")
+        if isinstance(budget, float) and not 0 < budget < 1:
+            raise ValueError(
+                f"budget={budget}: a float is a share of the prompt, between 0 and 1 (both excluded); "
+                "give a number of cells as an int, such as budget=1024"
+            )
+        if isinstance(budget, int) and not window < budget <= MAX_CELLS:
+            raise ValueError(
+                f"budget={budget}: must be more than window={window} and at most {MAX_CELLS} cells; "
+                "raise the budget or lower the window"
+            )
+        if not 1 <= kernel <= MAX_CELLS or kernel % 2 == 0:
+            raise ValueError(f"kernel={kernel}: must be odd, between 1 (no pooling) and {MAX_CELLS}, try 5 or 21")
+        if self.pool not in get_args(Pool):
+            kind = ValueError if isinstance(self.pool, str) else TypeError
+            raise kind(f"pool={self.pool!r}: must be 'max' or 'avg'")
+        if isinstance(recent, float) and not 0 <= recent < 1:
+            raise ValueError(
+                f"recent={recent}: a float is a share of the budget, 0 <= recent < 1; "
+                "give a number of cells as an int, such as recent=512"
+            )
+        if isinstance(recent, int) and recent != 0 and not window <= recent <= MAX_CELLS:
+            raise ValueError(f"recent={recent}: must be 0 (the window only) or at least window={window} cells")
+        if isinstance(recent, int) and isinstance(budget, int) and recent >= budget:
+            raise ValueError(
+                f"recent={recent}: must be less than budget={budget}, else nothing is left to select; "
+                "lower it or give a share of the budget, such as recent=0.5"
+            )
+
+        # numpy numbers become Python's, so that equal settings compare, print and pickle alike
+        for name, value in (("budget", budget), ("window", window), ("kernel", kernel), ("recent", recent)):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def paper(cls, budget: float = 1024) -> SnapKV:
+        """The setting of the paper: window 32, kernel 5, average, nothing kept but the window and the selected."""
+        return cls(budget=budget, window=32, kernel=5, pool="avg", recent=0)
+
+    @classmethod
+    def coerce(cls, value: SnapKV | Mapping[str, Any] | bool | None) -> SnapKV | None:
+        """Settings from the ``snapkv=`` argument of :class:`snapkv_gguf.Llama`; None means off.
+
+        Raises:
+            TypeError: ``value`` is none of these, or a mapping with an unknown field.
+            ValueError: A field of a mapping is out of its range.
+        """
+        if value is None or value is False:
+            return None
+        if value is True:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping):
+            names = [field.name for field in fields(cls)]
+            unknown = sorted(str(key) for key in value if key not in names)
+            if unknown:
+                raise TypeError(f"snapkv: unknown field {', '.join(unknown)}; the fields are {', '.join(names)}")
+            return cls(**value)
+        raise TypeError(f"snapkv={value!r}: must be True, False, None, a SnapKV or a dict of its fields")
+
+    def resolve(self, n_tokens: int) -> ResolvedSnapKV:
+        """The settings in cells for a prompt of ``n_tokens`` tokens.
+
+        A share of the prompt is rounded to the nearest cell, but leaves at least one cell to select; where that
+        is more than the prompt has, nothing is to be done and the budget is no less than ``n_tokens``. A share
+        of the budget is rounded down.
+        """
+        reserved = max(self.window, self.recent if isinstance(self.recent, int) else 0)
+        budget = self.budget if isinstance(self.budget, int) else max(reserved + 1, round(self.budget * n_tokens))
+        share = self.recent if isinstance(self.recent, int) else int(self.recent * budget)
+        recent = min(max(self.window, share), budget - 1)
+        return ResolvedSnapKV(budget=budget, window=self.window, recent=recent, kernel=self.kernel, pool=self.pool)
+
+
+def _integer(name: str, value: Any, what: str) -> int:
+    # bool is an int to Python, but window=True is a mistake
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}={value!r} ({type(value).__name__}): must be {what}")
+    return operator.index(value)
+
+
+def _number(name: str, value: Any, what: str) -> int | float:
+    if isinstance(value, numbers.Real) and not isinstance(value, (bool, numbers.Integral)):
+        return float(value)
+    return _integer(name, value, what)

@@ -1,0 +1,384 @@
+"""llama_cpp.Llama with the prompt's KV cache compacted after every prompt longer than the budget."""
+
+# llama_cpp is typed, but not all of its functions are
+# mypy: allow-untyped-calls, allow-subclassing-any
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _capi
+from ._capi import SnapKVError, Status
+from .config import ResolvedSnapKV, SnapKV
+
+# after _capi, which makes llama_cpp load our libraries
+import llama_cpp  # isort: skip
+
+_GENERATE = inspect.signature(llama_cpp.Llama.generate)
+
+
+@dataclass(frozen=True)
+class Milliseconds:
+    """Time of a pass: window attention, selection on the host, moving the rows."""
+
+    total: float = 0.0
+    score: float = 0.0
+    select: float = 0.0
+    move: float = 0.0
+
+
+@dataclass(frozen=True)
+class SnapKVStats:
+    """What the last pass did.
+
+    Attributes:
+        prompt_tokens: Tokens of the sequence.
+        cells_before: KV cells of the sequence before the pass.
+        cells_after: KV cells after it.
+        window: Tokens whose queries scored the others, fewer than asked for if older queries are gone.
+        recent: Last cells that were kept in any case.
+        milliseconds: Where the time went.
+        bytes_freed: K and V bytes of the released cells, in the compacted layers.
+        bytes_grown: Growth of llama.cpp's compute buffers by the pass.
+        reason: Why nothing was done, None if the cache was compacted.
+    """
+
+    prompt_tokens: int
+    cells_before: int
+    cells_after: int
+    window: int = 0
+    recent: int = 0
+    milliseconds: Milliseconds = Milliseconds()
+    bytes_freed: int = 0
+    bytes_grown: int = 0
+    reason: str | None = None
+
+
+class Llama(llama_cpp.Llama):
+    """llama_cpp.Llama, and a pass after every prompt that is longer than the budget.
+
+    The first generated token comes from the prompt's exact logits. A prompt that continues the compacted one (the
+    next chat turn) goes on from the compacted cache; the very same prompt is answered again from it, starting from
+    the same exact logits; any other prompt is evaluated in full, because what was kept was chosen for the old one.
+
+    The low-level methods eval() and sample() run no pass: call compact() between them.
+
+    Args:
+        model_path: A GGUF file.
+        snapkv: True for the recommended settings, a SnapKV or a dict of its fields for others, None or False for none.
+        **kwargs: All of llama_cpp.Llama's.
+
+    Raises:
+        ValueError: As llama_cpp.Llama, and for settings out of range, embedding=True, or a model whose cache cannot be
+            compacted.
+        TypeError: ``snapkv`` has the wrong type.
+    """
+
+    #: Called in eval() after each batch with the tokens done and the tokens to do.
+    on_eval: Callable[[int, int], None] | None = None
+
+    n_tokens: int
+    _requires_eval: bool
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        snapkv: SnapKV | Mapping[str, Any] | bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # close() runs when a failed instance is deleted
+        self._stack = contextlib.ExitStack()
+        self.snapkv = SnapKV.coerce(snapkv)
+        self._stats: SnapKVStats | None = None
+        # tokens that the kept cells were chosen for; a prompt that does not begin with all of them starts anew
+        self._prompt_end = 0
+        # their last logits, computed before the pass
+        self._prompt_logits: npt.NDArray[np.float32] | None = None
+        if self.snapkv is not None and kwargs.get("embedding"):
+            raise ValueError(
+                "embedding=True and snapkv exclude each other: an embedding needs no cache after its prompt; "
+                "use two instances, the one for embeddings with snapkv=False"
+            )
+        super().__init__(model_path, **kwargs)
+        if self.snapkv is not None:
+            try:
+                self._enable(self.snapkv)
+            except ValueError:
+                self.close()
+                raise
+
+    def _enable(self, snapkv: SnapKV) -> None:
+        params = _capi.Params.of(snapkv.resolve(self._n_ctx))
+        problem = _capi.params_check(params)
+        if problem:
+            raise ValueError(f"{snapkv}: {problem}")
+        status = _capi.init(self.ctx, params)
+        if status is not Status.OK:
+            raise ValueError(
+                f"{self.model_path} cannot be used with snapkv: {_capi.status_str(status)} ({status.name}); "
+                "pass snapkv=False"
+            )
+
+    # the pass
+
+    @property
+    def snapkv_stats(self) -> SnapKVStats | None:
+        """What the last pass did, None before the first prompt and without snapkv."""
+        return self._stats
+
+    @property
+    def kv_cells(self) -> int:
+        """KV cells in use, each one a row of K and V in every layer and KV head that is compacted."""
+        if self.snapkv is not None:
+            return _capi.n_cells(self.ctx, 0)
+        last = int(llama_cpp.llama_memory_seq_pos_max(self._ctx.memory, 0))
+        first = int(llama_cpp.llama_memory_seq_pos_min(self._ctx.memory, 0))
+        return last - first + 1 if last >= 0 else 0
+
+    def kept_positions(self, layer: int, head: int) -> npt.NDArray[np.int32]:
+        """Positions of the tokens whose rows a KV head of a layer holds: [kv_cells].
+
+        Args:
+            layer: The layer's index in the model.
+            head: KV head.
+
+        Raises:
+            IndexError: The pass does not compact this layer, or it has no such KV head.
+            SnapKVError: snapkv is off.
+            RuntimeError: The positions are not known: the state was restored.
+        """
+        self._enabled()
+        layers = _capi.layers(self.ctx)
+        index = next((i for i, known in enumerate(layers) if known.il == layer), None)
+        if index is None:
+            raise IndexError(f"layer={layer} is not compacted, the layers are {[known.il for known in layers]}")
+        if not 0 <= head < layers[index].n_head_kv:
+            raise IndexError(f"head={head}: layer {layer} has {layers[index].n_head_kv} KV heads")
+        positions = _capi.kept(self.ctx, 0, index, head)
+        if positions.size == 0 and self.kv_cells > 0:
+            raise RuntimeError("the kept positions are not part of a saved state; evaluate the prompt again")
+        return positions
+
+    def compact(self, config: SnapKV | None = None) -> SnapKVStats:
+        """Run a pass now, over all tokens evaluated so far. The logits of the last evaluation stay valid.
+
+        Args:
+            config: Settings of this pass, None for the instance's; its window must not be larger than theirs.
+
+        Raises:
+            SnapKVError: The pass was refused (nothing was changed), or failed.
+            ValueError: The window is larger than the one queries are captured for.
+        """
+        own = self._enabled()
+        config = SnapKV.coerce(config) or own
+        if config.window > own.window:
+            raise ValueError(
+                f"window={config.window}: queries are captured for {own.window} tokens; create Llama with "
+                f"snapkv=SnapKV(window={config.window}, ...)"
+            )
+        status, self._stats = self._pass(config)
+        if status < 0:
+            raise SnapKVError(status, self._stats.reason or "")
+        return self._stats
+
+    def _enabled(self) -> SnapKV:
+        if self.snapkv is None:
+            raise SnapKVError(Status.NOT_ENABLED, "create Llama with snapkv=True")
+        return self.snapkv
+
+    def _compact_prompt(self) -> None:
+        status, self._stats = self._pass(self._enabled())
+        if status < 0:
+            warnings.warn(
+                f"snapkv: the prompt was not compacted, generation goes on with the full cache: {self._stats.reason}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _pass(self, config: SnapKV) -> tuple[Status, SnapKVStats]:
+        settings = config.resolve(self.n_tokens)
+        n_cells = self.kv_cells
+        prefix = n_cells - settings.window
+        if n_cells > settings.budget and settings.kernel > prefix:
+            reason = f"kernel={settings.kernel} is wider than the {prefix} cells before the window, lower it"
+            return Status.INVALID_PARAMS, SnapKVStats(self.n_tokens, n_cells, n_cells, reason=reason)
+
+        logits = self._last_logits()
+        before = (self._prompt_end, self._prompt_logits)
+        # set first: if Ctrl-C comes in between, the prompt is evaluated again, nothing worse
+        self._prompt_end, self._prompt_logits = self.n_tokens, None
+        status, stats = _capi.compact(self.ctx, 0, _capi.Params.of(settings))
+        if status is Status.SEQUENCE_LOST:
+            self.reset()
+            raise SnapKVError(status, "send the prompt again")
+        if status is Status.OK:
+            self._prompt_logits = logits
+            return status, self._read(stats)
+        self._prompt_end, self._prompt_logits = before
+        return status, SnapKVStats(self.n_tokens, n_cells, n_cells, reason=_reason(status, n_cells, settings))
+
+    def _read(self, stats: _capi.Stats) -> SnapKVStats:
+        times = (stats.t_total_us, stats.t_score_us, stats.t_select_us, stats.t_move_us)
+        return SnapKVStats(
+            prompt_tokens=self.n_tokens,
+            cells_before=stats.n_cells_before,
+            cells_after=stats.n_cells_after,
+            window=stats.n_window,
+            recent=stats.n_recent,
+            milliseconds=Milliseconds(*(us / 1000 for us in times)),
+            bytes_freed=stats.n_bytes_freed,
+            bytes_grown=stats.n_bytes_grown,
+        )
+
+    # which part of the cache a new prompt may use
+
+    def _forget(self) -> None:
+        self._prompt_end = 0
+        self._prompt_logits = None
+
+    def _last_logits(self) -> npt.NDArray[np.float32] | None:
+        view = self._logits_view()
+        return None if view is None else view.copy()
+
+    def _logits_view(self) -> npt.NDArray[np.float32] | None:
+        if self._requires_eval:
+            return None
+        pointer = self._ctx.get_logits_ith(-1)
+        return np.ctypeslib.as_array(pointer, shape=(self._n_vocab,)) if pointer else None
+
+    def _prepare_prefix(self, snapkv: SnapKV, tokens: Sequence[int]) -> None:
+        """Cut what is cached to the part that the prompt may go on from; llama_cpp's generate() finds it there."""
+        n = len(tokens)
+        n_shared = self.longest_token_prefix(self.input_ids[: self.n_tokens].tolist(), tokens)
+        if n_shared < self._prompt_end:
+            self.reset()
+        elif n_shared == n == self._prompt_end and self._restore_prompt():
+            return
+        elif n > snapkv.resolve(n).budget and (n_shared, self._requires_eval) != (n, False):
+            # generated and restored tokens have no queries: evaluate at least a window of the prompt
+            n_kept = max(self._prompt_end, n - snapkv.window)
+            if n_shared > n_kept:
+                self.n_tokens = n_kept
+                self._requires_eval = True
+
+    def _restore_prompt(self) -> bool:
+        """Back to the moment after the pass: the last logits of the prompt, and no tokens after it."""
+        view = self._logits_view()
+        if view is None or self._prompt_logits is None:
+            return False
+        if not self._ctx.kv_cache_seq_rm(-1, self._prompt_end, -1):
+            return False
+        self.n_tokens = self._prompt_end
+        view[:] = self._prompt_logits
+        return True
+
+    # llama_cpp.Llama
+
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
+        """llama_cpp.Llama.generate(), with a pass between the first token's sampling and its evaluation."""
+        if self.snapkv is not None and _GENERATE.bind(self, tokens, *args, **kwargs).arguments.get("reset", True):
+            self._prepare_prefix(self.snapkv, tokens)
+        with contextlib.closing(super().generate(tokens, *args, **kwargs)) as generator:
+            # evaluates the prompt and samples
+            token = next(generator, None)
+            if self.snapkv is not None:
+                self._compact_prompt()
+            while token is not None:
+                sent = yield token
+                try:
+                    token = generator.send(sent)
+                except StopIteration:
+                    return
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """llama_cpp.Llama.eval(), which never runs a pass.
+
+        Raises:
+            RuntimeError: As llama_cpp.Llama, and if n_tokens was set back into the compacted part.
+        """
+        if self.snapkv is not None and self.n_tokens < self._prompt_end:
+            self._prompt_logits = None
+            frontier = _capi.frontier(self.ctx, 0)
+            if 0 < self.n_tokens <= frontier:
+                # llama_cpp.Llama.eval() does not look at the cache's refusal
+                raise RuntimeError(
+                    f"n_tokens={self.n_tokens}: tokens up to position {frontier} were compacted and cannot be removed "
+                    "one by one; call reset() and evaluate the prompt again",
+                )
+        try:
+            for start in range(0, max(len(tokens), 1), self.n_batch):
+                batch = tokens[start : start + self.n_batch]
+                super().eval(batch)
+                if self.on_eval is not None:
+                    self.on_eval(start + len(batch), len(tokens))
+        except BaseException:
+            # interrupted: the context may hold the logits of tokens that were not counted
+            self._requires_eval = True
+            raise
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._forget()
+        super().reset()
+
+    def save_state(self) -> llama_cpp.LlamaState:
+        """llama_cpp.Llama.save_state(); after a pass the state holds the compacted cache."""
+        state = super().save_state()
+        setattr(state, _STATE_PROMPT_END, self._prompt_end)
+        return state
+
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """llama_cpp.Llama.load_state(); a compacted state goes on decoding as before, in any process.
+
+        Raises:
+            ValueError: The state was saved after a pass, but snapkv is off here: llama_cpp would take the evicted
+                prefix for complete.
+            RuntimeError: The state does not fit this context; the context is empty then.
+        """
+        prompt_end = int(getattr(state, _STATE_PROMPT_END, 0))
+        compacted = "the state was saved after a SnapKV pass and its prefix is not complete; create Llama with snapkv"
+        if prompt_end > 0 and self.snapkv is None:
+            raise ValueError(compacted)
+        self._forget()
+        try:
+            super().load_state(state)
+            if self.snapkv is None and self._prefix_is_gone():
+                raise ValueError(compacted)
+        except BaseException:
+            self.reset()
+            self._ctx.kv_cache_clear()
+            raise
+        if self.snapkv is not None:
+            frontier = _capi.frontier(self.ctx, 0)
+            if frontier >= 0:
+                # a state without our mark: its window is not known, at most as many tokens as were captured here
+                self._prompt_end = prompt_end or min(frontier + 1 + self.snapkv.window, self.n_tokens)
+
+    def _prefix_is_gone(self) -> bool:
+        # sliding-window and recurrent memories lose their beginning without a pass
+        model = self._model.model
+        if llama_cpp.llama_model_n_swa(model) > 0 or self._is_recurrent or self._is_hybrid:
+            return False
+        return bool(llama_cpp.llama_memory_seq_pos_min(self._ctx.memory, 0) > 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "snapkv": self.snapkv}
+
+
+# attribute of a LlamaState: tokens that the kept cells were chosen for
+_STATE_PROMPT_END = "snapkv_prompt_end"
+
+
+def _reason(status: Status, n_cells: int, settings: ResolvedSnapKV) -> str:
+    if status is Status.WITHIN_BUDGET:
+        return f"{n_cells} cells are within the budget of {settings.budget}"
+    return f"{_capi.status_str(status)} ({status.name})"

@@ -1,0 +1,158 @@
+"""The pass in NumPy: the oracle that the C++ is tested against.
+
+Ties, rounding and order, shared with native/: the device sums the attention of the window's rows in float32; the
+host divides by the rows, pools, averages over the GQA group and compares in float64. Averages add the terms in
+ascending index order, then divide by the kernel; group means add in ascending head order, then divide. Equal
+scores go to the lower cell. Cells are in the order of (position, cell index).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .config import Pool
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+
+
+def attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    query_pos: npt.ArrayLike,
+    key_pos: npt.ArrayLike,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    cap_after_scale: bool = True,
+    sinks: npt.ArrayLike | None = None,
+) -> Floats:
+    """Causal softmax of the window's queries over all cells.
+
+    Args:
+        queries: [w, n_head, d], as they multiply the cached K.
+        keys: [n, n_head_kv, d]; n_head must be a multiple of n_head_kv.
+        query_pos: [w], positions of the rows.
+        key_pos: [n], positions of the cells; a row attends to cells with a position up to its own.
+        scale: Factor of q . k.
+        softcap: c in c * tanh(x / c), 0 for none.
+        cap_after_scale: True as ggml_flash_attn_ext does it, cap(scale * q.k); False as llama.cpp's graph without
+            flash attention does it, scale * cap(q.k).
+        sinks: [n_head], one more logit per head in the denominator (gpt-oss), which takes no cell.
+
+    Returns:
+        [w, n_head, n] weights; rows sum to 1 (with sinks: to less).
+    """
+    q = np.asarray(queries, dtype=np.float64)
+    k = np.asarray(keys, dtype=np.float64)
+    n_rows, n_head, n_dim = q.shape
+    n_cells, n_head_kv, _ = k.shape
+    if n_head % n_head_kv != 0:
+        raise ValueError(f"n_head={n_head} is not a multiple of n_head_kv={n_head_kv}")
+
+    grouped = q.reshape(n_rows, n_head_kv, n_head // n_head_kv, n_dim)
+    logits = np.einsum("whgd,nhd->whgn", grouped, k).reshape(n_rows, n_head, n_cells)
+    if cap_after_scale:
+        logits *= scale
+    if softcap != 0.0:
+        logits = softcap * np.tanh(logits / softcap)
+    if not cap_after_scale:
+        logits *= scale
+
+    visible = np.asarray(key_pos)[None, :] <= np.asarray(query_pos)[:, None]
+    logits = np.where(visible[:, None, :], logits, -np.inf)
+
+    peak = logits.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        sink = np.asarray(sinks, dtype=np.float64)[None, :, None]
+        peak = np.maximum(peak, sink)
+    weights: Floats = np.exp(logits - peak)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(sink - peak)
+    weights /= total
+    return weights
+
+
+def pool_scores(scores: npt.ArrayLike, kernel: int, pool: Pool) -> Floats:
+    """Pool over neighbouring cells with an odd kernel, zero padded, along the last axis (paper, section 4.2).
+
+    Args:
+        scores: [..., n], not negative.
+    """
+    x = np.asarray(scores, dtype=np.float64)
+    n, half = x.shape[-1], kernel // 2
+    out = np.zeros_like(x)
+    for shift in range(-min(half, n), min(half, n) + 1):  # ascending neighbours
+        target = slice(max(0, -shift), min(n, n - shift))
+        source = slice(max(0, shift), min(n, n + shift))
+        if pool == "avg":
+            out[..., target] += x[..., source]
+        else:
+            np.maximum(out[..., target], x[..., source], out=out[..., target])
+    return out / kernel if pool == "avg" else out
+
+
+def group_scores(scores: npt.ArrayLike, n_head_kv: int) -> Floats:
+    """Mean over the query heads that share a KV head: [n_head, n] -> [n_head_kv, n]."""
+    x = np.asarray(scores, dtype=np.float64)
+    n_group = x.shape[0] // n_head_kv
+    grouped = x.reshape(n_head_kv, n_group, -1)
+    out = np.zeros((n_head_kv, grouped.shape[-1]))
+    for g in range(n_group):  # ascending heads
+        out += grouped[:, g]
+    out /= n_group
+    return out
+
+
+def top_cells(scores: npt.ArrayLike, k: int) -> Indices:
+    """The k highest of each row, ties to the lower cell, in ascending order: [n_head_kv, n] -> [n_head_kv, k]."""
+    x = np.asarray(scores, dtype=np.float64)
+    best = np.argsort(-x, axis=-1, kind="stable")[:, :k]
+    return np.sort(best, axis=-1)
+
+
+def select(
+    sums: npt.ArrayLike,
+    *,
+    window: int,
+    budget: int,
+    recent: int,
+    kernel: int,
+    pool: Pool,
+    n_head_kv: int,
+) -> Indices:
+    """Cells that each KV head keeps.
+
+    Args:
+        sums: [n_head, n], attention summed over the window's rows; the float32 sums of the device, or
+            ``attention(...).sum(axis=0)``.
+        window: Rows that were summed.
+        budget: Cells kept, recent < budget.
+        recent: Last cells kept in any case, window <= recent; 0 stands for window.
+        kernel: Odd width of the pooling.
+        pool: ``"max"`` or ``"avg"``.
+        n_head_kv: KV heads.
+
+    Returns:
+        [n_head_kv, min(budget, n)], ascending; the last ``recent`` are the last cells.
+    """
+    x = np.asarray(sums, dtype=np.float64)
+    n = x.shape[-1]
+    if n <= budget:
+        return np.tile(np.arange(n), (n_head_kv, 1))
+    recent = max(recent, window)
+    # pooled over the whole prefix: candidates near its end still see their right neighbours
+    pooled = pool_scores(x[:, : n - window] / window, kernel, pool)
+    candidates = group_scores(pooled, n_head_kv)[:, : n - recent]
+    chosen = top_cells(candidates, budget - recent)
+    last = np.tile(np.arange(n - recent, n), (n_head_kv, 1))
+    return np.concatenate([chosen, last], axis=-1)
+
+
+def first_and_recent(n: int, budget: int, first: int = 4) -> Indices:
+    """The first and the most recent cells (StreamingLLM, Xiao et al., 2023, arXiv:2309.17453): [min(budget, n)]."""
+    if n <= budget:
+        return np.arange(n)
+    return np.concatenate([np.arange(first), np.arange(n - budget + first, n)])
