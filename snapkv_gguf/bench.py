@@ -4,6 +4,8 @@ Three contexts of one process take turns, batch by batch in the prefill and bloc
 whatever else the machine does meets them alike. Ratios of such a run mean something, absolute speeds less so.
 """
 
+# mypy: allow-untyped-calls
+
 from __future__ import annotations
 
 import statistics

@@ -8,6 +8,7 @@ Ctrl-C, 141 if the reader of the output went away.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -15,9 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
-import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -47,7 +47,7 @@ ModelOption = Annotated[
 ]
 Budget = Annotated[
     str,
-    typer.Option("--budget", "-B", help="Cells to keep, or a share of the prompt (0.25).", rich_help_panel="SnapKV"),
+    typer.Option("--budget", "-B", help="Cells to keep, or a share of the prompt.", rich_help_panel="SnapKV"),
 ]
 Window = Annotated[
     int, typer.Option("--window", "-W", help="Last tokens whose queries score the others.", rich_help_panel="SnapKV")
@@ -60,9 +60,7 @@ Recent = Annotated[
 ]
 Paper = Annotated[
     bool,
-    typer.Option(
-        "--paper", help="The paper's setting: window 32, kernel 5, avg; --budget holds.", rich_help_panel="SnapKV"
-    ),
+    typer.Option("--paper", help="The paper's setting, at --budget cells.", rich_help_panel="SnapKV"),
 ]
 Threads = Annotated[int, typer.Option("--threads", "-t", min=1, help="CPU threads.", rich_help_panel="Engine")]
 Batch = Annotated[
@@ -86,7 +84,42 @@ _DEFAULT = SnapKV()
 _CPUS = os.cpu_count() or 1
 
 
+# what llama.cpp logged as errors, and the callback that collects them: llama.cpp holds no reference to it
+_llama_errors: list[str] = []
+_llama_log: Any = None
+_debug = False
+
+P = ParamSpec("P")
+
+
+def _guarded(command: Callable[P, None]) -> Callable[P, None]:
+    """One line and an exit code for what goes wrong in a command."""
+
+    @functools.wraps(command)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+            sys.stdout.flush()
+        except (typer.Exit, typer.BadParameter):
+            raise
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        except BrokenPipeError:
+            # else Python complains when it flushes at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(141) from None
+        except Exception as error:
+            if _debug:
+                raise
+            cause = f" (llama.cpp: {_llama_errors[-1]})" if _llama_errors else ""
+            print(f"snapkv: {str(error) or type(error).__name__}{cause}".replace("\n", " "), file=sys.stderr)
+            raise typer.Exit(1) from None
+
+    return guarded
+
+
 @app.callback()
+@_guarded
 def _options(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, and what llama.cpp logs.")] = False,
@@ -94,11 +127,14 @@ def _options(
     if version:
         typer.echo(__version__)
         raise typer.Exit
+    global _debug
+    _debug = debug
     if not debug:
         _silence_llama()
 
 
 @app.command(no_args_is_help=True)
+@_guarded
 def run(
     model: ModelOption,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt.")] = None,
@@ -107,9 +143,7 @@ def run(
     ] = None,
     question: Annotated[str | None, typer.Option("--question", "-q", help="Asked after the prompt.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
-    no_snapkv: Annotated[
-        bool, typer.Option("--no-snapkv", help="Keep the full cache.", rich_help_panel="SnapKV")
-    ] = False,
+    no_snapkv: Annotated[bool, typer.Option("--no-snapkv", help="Full cache.", rich_help_panel="SnapKV")] = False,
     budget: Budget = str(_DEFAULT.budget),
     window: Window = _DEFAULT.window,
     kernel: Kernel = _DEFAULT.kernel,
@@ -153,6 +187,7 @@ def run(
 
 
 @app.command()
+@_guarded
 def demo(
     model: ModelOption = "smollm2",
     n_tokens: Annotated[int, typer.Option("--tokens", min=256, help="Length of the text in tokens.")] = 4000,
@@ -220,6 +255,7 @@ def demo(
 
 
 @app.command()
+@_guarded
 def info(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Also say whether this model's cache can be compacted.")
@@ -244,6 +280,7 @@ def info(
 
 
 @app.command()
+@_guarded
 def bench(
     model: Annotated[
         str, typer.Option("--model", "-m", help="A GGUF file, smollm2, gemma3, or random-1b, which is written first.")
@@ -306,6 +343,7 @@ def bench(
 
 
 @app.command()
+@_guarded
 def quality(
     model: ModelOption = "smollm2",
     seeds: Annotated[str, typer.Option("--seeds", help="How many texts, or which: 20, or 3,5,8.")] = "20",
@@ -376,16 +414,14 @@ def _settings(budget: str, window: int, kernel: int, pool: str, recent: str, pap
             recent=_cells("--recent", recent),
         )
     except ValueError as error:
-        raise click.UsageError(str(error)) from error
+        raise typer.BadParameter(str(error)) from error
 
 
 def _cells(option: str, text: str) -> int | float:
     try:
         return float(text) if "." in text or "e" in text.lower() else int(text)
     except ValueError:
-        raise click.UsageError(
-            f"{option} {text!r}: must be a number of cells, such as 1024, or a share, such as 0.25"
-        ) from None
+        raise typer.BadParameter(f"{option} {text!r}: must be cells, such as 1024, or a share, such as 0.25") from None
 
 
 def _integers(option: str, text: str) -> list[int]:
@@ -394,7 +430,7 @@ def _integers(option: str, text: str) -> list[int]:
     except ValueError:
         values = []
     if not values or min(values) < 1:
-        raise click.UsageError(f"{option} {text!r}: must be positive whole numbers, separated by commas")
+        raise typer.BadParameter(f"{option} {text!r}: must be positive whole numbers, separated by commas")
     return values
 
 
@@ -402,9 +438,7 @@ def _engine(
     threads: int, batch: int, ubatch: int, type_k: str, type_v: str, flash_attn: bool, ngl: int
 ) -> dict[str, Any]:
     if not flash_attn and type_v not in ("f32", "f16", "bf16"):
-        raise click.UsageError(
-            f"--type-v {type_v}: llama.cpp quantizes V with flash attention only; leave --flash-attn on"
-        )
+        raise typer.BadParameter(f"--type-v {type_v}: a quantized V needs flash attention, leave it on")
     return {
         "n_threads": threads,
         "n_threads_batch": threads,
@@ -421,13 +455,13 @@ def _cache_type(option: str, name: str) -> int:
     from gguf import GGMLQuantizationType
 
     if name.lower() not in CACHE_TYPES:
-        raise click.UsageError(f"{option} {name!r}: must be one of {', '.join(CACHE_TYPES)}")
+        raise typer.BadParameter(f"{option} {name!r}: must be one of {', '.join(CACHE_TYPES)}")
     return int(GGMLQuantizationType[name.upper()])
 
 
 def _prompt_text(prompt: str | None, file: str | None, question: str | None) -> str:
     if prompt is not None and file is not None:
-        raise click.UsageError("give --prompt or --file, not both")
+        raise typer.BadParameter("give --prompt or --file, not both")
     if file == "-":
         text = sys.stdin.read()
     elif file is not None:
@@ -436,7 +470,7 @@ def _prompt_text(prompt: str | None, file: str | None, question: str | None) -> 
         text = prompt or ""
     joined = "\n\n".join(part for part in (text, question or "") if part)
     if not joined.strip():
-        raise click.UsageError("the prompt is empty: give --prompt, --file or --question")
+        raise typer.BadParameter("the prompt is empty: give --prompt, --file or --question")
     return joined
 
 
@@ -520,7 +554,8 @@ def _answer(
     answer = _Answer(prompt_tokens=len(tokens))
     with _Bar(label, len(tokens)) as bar:
         meter = llm.on_eval = _Meter(bar)
-        for chunk in llm.create_completion(tokens, max_tokens=n_predict, temperature=temp, seed=seed, stream=True):
+        chunks: Any = llm.create_completion(tokens, max_tokens=n_predict, temperature=temp, seed=seed, stream=True)
+        for chunk in chunks:
             piece = chunk["choices"][0]["text"]
             answer.text += piece
             if stream:
@@ -593,8 +628,9 @@ class _Bar:
 
 
 def _model_facts(path: Path, window: int) -> dict[str, Any]:
+    import llama_cpp
+
     from . import _capi
-    from .llama import llama_cpp
 
     llm = llama_cpp.Llama(str(path), n_ctx=512, verbose=False)
     status = _capi.supported(llm.ctx)
@@ -656,9 +692,6 @@ def _bench_table(results: list[Depth], model: str, config: SnapKV) -> Table:
 
 # errors
 
-_llama_errors: list[str] = []
-_llama_log: Any = None  # llama.cpp holds no reference to it
-
 
 def _silence_llama() -> None:
     """Keep llama.cpp's errors for our one line, drop the rest."""
@@ -678,29 +711,7 @@ def _silence_llama() -> None:
 
 def main() -> None:
     """Entry point of the command."""
-    sys.exit(_main(sys.argv[1:]))
-
-
-def _main(arguments: list[str]) -> int:
-    try:
-        code = app(arguments, prog_name="snapkv", standalone_mode=False)
-        sys.stdout.flush()
-        return code if isinstance(code, int) else 0
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        return 130
-    except BrokenPipeError:
-        # else Python complains when it flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except Exception as error:
-        if "--debug" in arguments:
-            raise
-        cause = f" (llama.cpp: {_llama_errors[-1]})" if _llama_errors else ""
-        print(f"snapkv: {str(error) or type(error).__name__}{cause}".replace("\n", " "), file=sys.stderr)
-        return 1
+    app(prog_name="snapkv")
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def _greedy(llm: Llama, token: int) -> str:
         tokens.append(token)
         llm.eval([token])
         token = llm.sample(temp=0.0)
-    return llm.detokenize(tokens).decode(errors="replace")
+    return bytes(llm.detokenize(tokens)).decode(errors="replace")
 
 
 def summarize(answers: Iterable[Answer]) -> dict[str, dict[int, tuple[int, int]]]:
