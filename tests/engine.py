@@ -1,0 +1,259 @@
+"""A context of llama.cpp without the conveniences of llama_cpp.Llama, for the tests of the pass."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType
+
+from snapkv_gguf import _capi, reference
+from snapkv_gguf._capi import Params, Stats, Status
+import llama_cpp as L  # after snapkv_gguf: it loads our libraries
+
+CACHE_TYPES = {
+    name: int(GGMLQuantizationType[name.upper()])
+    for name in ("f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+}
+
+_log_lines: list[tuple[int, str]] = []
+
+
+@L.llama_log_callback
+def _log(level: int, text: bytes, _: object) -> None:
+    _log_lines.append((level, text.decode(errors="replace")))
+
+
+L.llama_backend_init()
+L.llama_log_set(_log, ctypes.c_void_p(0))
+
+
+def logged() -> str:
+    """What llama.cpp logged since the last call."""
+    text = "".join(line for _, line in _log_lines)
+    _log_lines.clear()
+    return text
+
+
+def params(budget: int, window: int = 16, recent: int = 0, kernel: int = 21, pool: str = "max") -> Params:
+    return Params(budget, window, recent, kernel, _capi.POOL_TYPES[pool])  # type: ignore[index]
+
+
+@dataclass
+class Cells:
+    """All that a sequence holds: positions and cell indices, and K and V rows by layer, [n, n_head_kv, bytes]."""
+
+    pos: npt.NDArray[np.int32]
+    index: npt.NDArray[np.int32]
+    rows: list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]
+
+
+class Engine:
+    def __init__(
+        self,
+        path: str | Path,
+        snapkv: Params | None = None,
+        *,
+        n_ctx: int = 1024,
+        n_batch: int = 512,
+        n_ubatch: int = 512,
+        n_seq_max: int = 1,
+        unified: bool = True,
+        flash_attn: bool = True,
+        type_k: str = "f16",
+        type_v: str | None = None,
+        embeddings: bool = False,
+        swa_full: bool = True,
+        n_threads: int = 1,  # tiny models: a barrier costs more than a layer
+    ) -> None:
+        self.model = L.llama_model_load_from_file(str(path).encode(), L.llama_model_default_params())
+        assert self.model, logged()[-2000:]
+        p = L.llama_context_default_params()
+        p.n_ctx = n_ctx
+        p.n_batch = n_batch
+        p.n_ubatch = n_ubatch
+        p.n_seq_max = n_seq_max
+        p.kv_unified = unified
+        p.flash_attn_type = 1 if flash_attn else 0
+        p.type_k = CACHE_TYPES[type_k]
+        p.type_v = CACHE_TYPES[type_v or type_k]
+        p.n_threads = p.n_threads_batch = n_threads
+        p.embeddings = embeddings
+        p.swa_full = swa_full
+        self.ctx = L.llama_init_from_model(self.model, p)
+        assert self.ctx, logged()[-2000:]
+        self.flash_attn = flash_attn
+        self.n_batch = n_batch
+        self.n_vocab = L.llama_vocab_n_tokens(L.llama_model_get_vocab(self.model))
+        self.memory = L.llama_get_memory(self.ctx)
+        self._batch = L.llama_batch_init(n_batch, 0, max(1, n_seq_max))
+        self.init_status = _capi.init(self.ctx, snapkv) if snapkv is not None else None
+
+    def close(self) -> None:
+        if self.ctx:
+            L.llama_batch_free(self._batch)
+            L.llama_free(self.ctx)
+            L.llama_model_free(self.model)
+            self.ctx = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def try_decode(self, tokens: Sequence[int], pos: int = 0, seq: int | Iterable[int] = 0, all_logits: bool = False) -> int:
+        """llama_decode in batches of n_batch; the first return code that is not 0."""
+        seqs = [seq] if isinstance(seq, int) else list(seq)
+        for start in range(0, len(tokens), self.n_batch):
+            part = tokens[start : start + self.n_batch]
+            batch = self._batch
+            batch.n_tokens = len(part)
+            for i, token in enumerate(part):
+                batch.token[i] = int(token)
+                batch.pos[i] = pos + start + i
+                batch.n_seq_id[i] = len(seqs)
+                for j, s in enumerate(seqs):
+                    batch.seq_id[i][j] = s
+                batch.logits[i] = all_logits or start + i == len(tokens) - 1
+            code = L.llama_decode(self.ctx, batch)
+            if code != 0:
+                return int(code)
+        return 0
+
+    def decode(self, tokens: Sequence[int], pos: int = 0, seq: int | Iterable[int] = 0) -> npt.NDArray[np.float32]:
+        """Decode and return the last token's logits, [n_vocab]."""
+        code = self.try_decode(tokens, pos, seq)
+        assert code == 0, (code, logged()[-2000:])
+        return self.logits()
+
+    def decode_many(self, parts: dict[int, tuple[Sequence[int], int]]) -> None:
+        """One batch with tokens of several sequences: {seq: (tokens, position)}."""
+        batch, i = self._batch, 0
+        for seq, (tokens, pos) in parts.items():
+            for j, token in enumerate(tokens):
+                batch.token[i], batch.pos[i], batch.n_seq_id[i] = int(token), pos + j, 1
+                batch.seq_id[i][0] = seq
+                batch.logits[i] = j == len(tokens) - 1
+                i += 1
+        batch.n_tokens = i
+        assert L.llama_decode(self.ctx, batch) == 0, logged()[-2000:]
+
+    def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
+        return np.ctypeslib.as_array(L.llama_get_logits_ith(self.ctx, i), (self.n_vocab,)).copy()
+
+    def greedy(self, n: int, pos: int, seq: int = 0) -> tuple[list[int], npt.NDArray[np.float32]]:
+        """n tokens from the present logits on, and the logits each was decoded with: [n, n_vocab]."""
+        tokens, rows = [], []
+        logits = self.logits()
+        for i in range(n):
+            tokens.append(int(logits.argmax()))
+            logits = self.decode([tokens[-1]], pos + i, seq)
+            rows.append(logits)
+        return tokens, np.array(rows)
+
+    def compact(self, seq: int = 0, override: Params | None = None) -> tuple[Status, Stats]:
+        return _capi.compact(self.ctx, seq, override)
+
+    def n_cells(self, seq: int = 0) -> int:
+        return _capi.n_cells(self.ctx, seq)
+
+    def frontier(self, seq: int = 0) -> int:
+        return _capi.frontier(self.ctx, seq)
+
+    def seq_rm(self, p0: int, p1: int = -1, seq: int = 0) -> bool:
+        return bool(L.llama_memory_seq_rm(self.memory, seq, p0, p1))
+
+    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        L.llama_memory_seq_cp(self.memory, src, dst, p0, p1)
+
+    def clear(self) -> None:
+        L.llama_memory_clear(self.memory, True)
+
+    def pos_min(self, seq: int = 0) -> int:
+        return int(L.llama_memory_seq_pos_min(self.memory, seq))
+
+    def pos_max(self, seq: int = 0) -> int:
+        return int(L.llama_memory_seq_pos_max(self.memory, seq))
+
+    def cells(self, seq: int = 0) -> Cells:
+        pos, index = _capi.cells(self.ctx, seq)
+        rows = [
+            (_capi.rows_raw(self.ctx, seq, i, False), _capi.rows_raw(self.ctx, seq, i, True))
+            for i in range(len(_capi.layers(self.ctx)))
+        ]
+        return Cells(pos, index, rows)
+
+    def state(self) -> bytes:
+        size = L.llama_state_get_size(self.ctx)
+        data = (ctypes.c_uint8 * size)()
+        n = L.llama_state_get_data(self.ctx, data, size)
+        return bytes(data[:n])
+
+    def set_state(self, state: bytes) -> int:
+        data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        return int(L.llama_state_set_data(self.ctx, data, len(state)))
+
+    def seq_state(self, seq: int = 0) -> bytes:
+        size = L.llama_state_seq_get_size(self.ctx, seq)
+        data = (ctypes.c_uint8 * size)()
+        n = L.llama_state_seq_get_data(self.ctx, data, size, seq)
+        return bytes(data[:n])
+
+    def set_seq_state(self, state: bytes, seq: int = 0) -> int:
+        data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        return int(L.llama_state_seq_set_data(self.ctx, data, len(state), seq))
+
+    @contextmanager
+    def aborting_after(self, n_calls: int) -> Iterator[list[int]]:
+        """The abort callback says yes from its n-th call on; yields [number of calls]."""
+        calls = [0]
+
+        @L.ggml_abort_callback
+        def abort(_: object) -> bool:
+            calls[0] += 1
+            return calls[0] > n_calls
+
+        L.llama_set_abort_callback(self.ctx, abort, None)
+        try:
+            yield calls
+        finally:
+            L.llama_set_abort_callback(self.ctx, L.ggml_abort_callback(0), None)
+
+    def oracle(self, i: int, settings: Params, seq: int = 0) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """Scores [n_head, n] and kept cells [n_head_kv, budget] of layer i by NumPy, from what the context holds now."""
+        layer = _capi.layers(self.ctx)[i]
+        pos, _ = _capi.cells(self.ctx, seq)
+        window = settings.n_window
+        sums = reference.attention(
+            _capi.queries(self.ctx, seq, i)[-window:],
+            _capi.rows_f32(self.ctx, seq, i, False),
+            pos[-window:],
+            pos,
+            scale=layer.kq_scale,
+            softcap=layer.softcap,
+            cap_after_scale=self.flash_attn,
+            sinks=_capi.sinks(self.ctx, i),
+        ).sum(axis=0)
+        return sums, self.select(sums, layer.n_head_kv, settings)
+
+    @staticmethod
+    def select(sums: npt.ArrayLike, n_head_kv: int, settings: Params) -> npt.NDArray[np.int64]:
+        return reference.select(
+            sums,
+            window=settings.n_window,
+            budget=settings.n_budget,
+            recent=settings.n_recent,
+            kernel=settings.n_kernel,
+            pool="max" if settings.pool == _capi.POOL_TYPES["max"] else "avg",
+            n_head_kv=n_head_kv,
+        )
+
+
+def random_tokens(n: int, n_vocab: int, seed: int = 0) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(3, n_vocab, n)]
