@@ -38,8 +38,18 @@ def make_sdist(path: Path, files: dict[str, str], top: str = "fake-1.0") -> Path
             info = tarfile.TarInfo(name)
             info.size, info.mtime = len(text), 1_000_000_000
             tar.addfile(info, io.BytesIO(text.encode()))
-        other = tarfile.TarInfo(f"{top}/README.md")
-        tar.addfile(other, io.BytesIO())
+        # as in the real one: files that are not llama.cpp's, and a git directory that makes git fail in this tree
+        git = {
+            "HEAD": "a" * 40,
+            "config": "[core]\n\tworktree = ../../../../vendor/llama.cpp\n",
+            "refs/x": "",
+            "objects/x": "",
+        }
+        others = {"README.md": "", **{f".git/modules/vendor/llama.cpp/{f}": t for f, t in git.items()}}
+        for name, text in others.items():
+            info = tarfile.TarInfo(f"{top}/{name}")
+            info.size = len(text)
+            tar.addfile(info, io.BytesIO(text.encode()))
     return path
 
 
@@ -110,8 +120,8 @@ def test_unpacks_and_patches(project: Project) -> None:
     assert "    line(3);\n    hook(); // [TAG_SNAPKV]\n    line(4);\n" in project.read("src/graph.cpp")
     assert project.read("src/graph.cpp", "llama.cpp-pristine") == FILES["src/graph.cpp"]
     assert project.read("ggml/ggml.c") == FILES["ggml/ggml.c"]
+    assert set(project.times()) == set(FILES) - {".git"}
     assert not (project.root / "vendor/llama.cpp/.git").exists()
-    assert not (project.root / "vendor/llama.cpp/README.md").exists()
     assert project.leftovers() == []
 
 
@@ -145,7 +155,7 @@ def test_changed_patch_keeps_the_times_of_other_files(project: Project) -> None:
 @pytest.mark.parametrize("inner", ["vendor/llama.cpp", ""])
 def test_unpacked_tree_as_source(project: Project, capfd: pytest.CaptureFixture[str], inner: str) -> None:
     folder = project.root / "given"
-    v.unpack(project.sdist, folder / inner)
+    v.unpack(project.sdist, folder / inner, v.read_pin(project.root))
     assert project.run(folder) == 0
     assert "not verified" in capfd.readouterr().out
     assert "[TAG_SNAPKV]" in project.read("src/graph.cpp")
@@ -204,6 +214,12 @@ def test_changed_pin(project: Project, capfd: pytest.CaptureFixture[str]) -> Non
     pin = project.root / "vendor/llama.cpp.toml"
     pin.write_text(pin.read_text().replace('sha256 = "', 'sha256 = "0'))
     fails_with(project, capfd, "vendor/llama.cpp.toml: sha256 is", "correct the pin")
+
+
+def test_changed_commit(project: Project, capfd: pytest.CaptureFixture[str]) -> None:
+    pin = project.root / "vendor/llama.cpp.toml"
+    pin.write_text(pin.read_text().replace("a" * 40, "b" * 40))
+    fails_with(project, capfd, f"holds llama.cpp {'a' * 40}", "correct the pin")
 
 
 def test_no_network(project: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -392,7 +408,16 @@ def test_hook_names(tmp_path: Path) -> None:
     source.write_text(
         '#include "x.h" // [TAG_SNAPKV_A]\n\nclass cache : public base {\n    int x; // [TAG_SNAPKV_B]\n};\n\n'
         "static bool helper(int a);\n// [TAG_SNAPKV_C]\n"
-        "cache::cache(\n        int a) {\n    hook(); // [TAG_SNAPKV_D]\n}\n"
+        "view::view(\n        int a) {\n    hook(); // [TAG_SNAPKV_D]\n}\n"
         "const std::vector<int> & cache::get() const {\n    // [TAG_SNAPKV_E]\n}\n"
     )
-    assert check_patches.hooks(source) == {"(file)", "cache", "cache::cache", "cache::get"}
+    assert check_patches.hooks(source) == {"cache", "view", "get"}
+
+
+def test_rows_of_the_hook_table(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(
+        "| file | where | what |\n| --- | --- | --- |\n"
+        "| `a.cpp` | `f(int)` | calls `g()` |\n"
+        "| `a.cpp` | `f(x)`, `h` | |\n"
+    )
+    assert check_patches.table(tmp_path / "README.md") == {("a.cpp", "f"), ("a.cpp", "h")}

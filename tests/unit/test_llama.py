@@ -1,0 +1,610 @@
+"""Llama on a seeded tiny model: everything llama_cpp.Llama does, with the cache compacted behind every prompt."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from snapkv_gguf import SnapKV, tiny
+
+pytestmark = pytest.mark.usefixtures("library")
+
+CONFIG = SnapKV(budget=64, window=8, kernel=5, pool="max", recent=0.25)
+TEXT = "".join(f"Line {i}: the quick brown fox jumps over lazy dog {i * i}. " for i in range(8))
+N_ANSWER = 12
+
+
+def make(path: Path, snapkv: Any = CONFIG, **kwargs: Any) -> Any:
+    from snapkv_gguf import Llama
+
+    options = {"n_ctx": 1024, "n_batch": 100, "n_ubatch": 64, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
+    return Llama(str(path), snapkv=snapkv, **{**options, **kwargs})
+
+
+def say(llm: Any, prompt: str | list[int] = TEXT, n: int = N_ANSWER) -> list[int]:
+    """The next tokens, greedily; the last one is not evaluated."""
+    tokens = tokens_of(llm, prompt) if isinstance(prompt, str) else prompt
+    with contextlib.closing(llm.generate(tokens, temp=0.0)) as generator:
+        return list(itertools.islice(generator, n))
+
+
+def complete(llm: Any, prompt: str | list[int] = TEXT, **kwargs: Any) -> Any:
+    """A completion of letters: noise in UTF-8 is cut at its ends in ways of its own."""
+    from llama_cpp import LlamaGrammar
+
+    letters = LlamaGrammar.from_string("root ::= [a-z ]*", verbose=False)
+    return llm(prompt, **{"max_tokens": N_ANSWER, "temperature": 0.0, "grammar": letters, **kwargs})
+
+
+def tokens_of(llm: Any, text: str = TEXT) -> list[int]:
+    return list(llm.tokenize(text.encode()))
+
+
+def logits(llm: Any) -> np.ndarray[Any, Any]:
+    return np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),)).copy()
+
+
+class Evaluated:
+    """Counts the tokens that an instance evaluates."""
+
+    def __init__(self, llm: Any) -> None:
+        self.n = 0
+        llm.on_eval = self
+
+    def __call__(self, done: int, total: int) -> None:
+        self.n += total if done == total else 0
+
+    def since(self) -> int:
+        n, self.n = self.n, 0
+        return n
+
+
+@pytest.fixture
+def llm(model_path: Path) -> Iterator[Any]:
+    instance = make(model_path)
+    yield instance
+    instance.close()
+
+
+@pytest.fixture
+def full(model_path: Path) -> Iterator[Any]:
+    instance = make(model_path, None)
+    yield instance
+    instance.close()
+
+
+# the pass
+
+
+def test_the_pass_comes_after_the_first_token(llm: Any, full: Any) -> None:
+    tokens = tokens_of(llm)
+    firsts, seconds = [], []
+    for instance in (llm, full):
+        generator = instance.generate(tokens, temp=0.0)
+        next(generator)
+        firsts.append(logits(instance))
+        next(generator)
+        seconds.append(logits(instance))
+        generator.close()
+    assert (firsts[0] == firsts[1]).all()
+    assert (seconds[0] != seconds[1]).any()
+
+    stats = llm.snapkv_stats
+    assert (stats.prompt_tokens, stats.cells_before, stats.cells_after) == (len(tokens), len(tokens), 64)
+    assert (stats.window, stats.recent, stats.reason) == (8, 16, None)
+    assert stats.milliseconds.total >= stats.milliseconds.score > 0
+    assert stats.bytes_freed > 0
+    assert llm.kv_cells == 64 + 1
+    assert full.snapkv_stats is None
+    assert full.kv_cells == len(tokens) + 1
+
+
+def test_a_prompt_within_the_budget_is_left_alone(llm: Any, full: Any) -> None:
+    prompt = TEXT[:40]
+    assert say(llm, prompt) == say(full, prompt)
+    assert (logits(llm) == logits(full)).all()
+    assert llm.snapkv_stats.reason == "41 cells are within the budget of 64"
+    assert llm.snapkv_stats.cells_after == 41
+
+
+def test_share_of_the_prompt(model_path: Path) -> None:
+    llm = make(model_path, SnapKV(budget=0.25, window=8, kernel=5))
+    n = len(tokens_of(llm))
+    say(llm)
+    assert llm.snapkv_stats.cells_after == round(n / 4)
+    assert llm.snapkv_stats.recent == round(n / 4) // 2
+
+
+def test_kept_positions(llm: Any) -> None:
+    n = len(tokens_of(llm))
+    say(llm, n=1)
+    kept = [llm.kept_positions(layer, head) for layer in range(2) for head in range(2)]
+    for positions in kept:
+        assert positions.shape == (64,)
+        assert (np.diff(positions) > 0).all()
+        assert positions[-16:].tolist() == list(range(n - 16, n))
+    assert any((positions != kept[0]).any() for positions in kept)
+    with pytest.raises(IndexError, match=r"layer=2 is not compacted, the layers are \[0, 1\]"):
+        llm.kept_positions(2, 0)
+    with pytest.raises(IndexError, match="head=2: layer 0 has 2 KV heads"):
+        llm.kept_positions(0, 2)
+
+
+def test_only_the_full_layers_of_a_sliding_window_model(tmp_path: Path) -> None:
+    llm = make(tiny.write_gemma3(tmp_path / "m.gguf"))
+    say(llm, n=4)
+    assert llm.snapkv_stats.cells_after == 64
+    assert len(llm.kept_positions(5, 0)) == llm.kv_cells
+    with pytest.raises(IndexError, match=r"the layers are \[5\]"):
+        llm.kept_positions(0, 0)
+
+
+def test_low_level_use(llm: Any, full: Any) -> None:
+    tokens = tokens_of(llm)
+    for instance in (llm, full):
+        instance.eval(tokens)
+    assert llm.snapkv_stats is None
+    assert llm.kv_cells == len(tokens)
+    stats = llm.compact()
+    assert stats == llm.snapkv_stats
+    assert stats.cells_after == llm.kv_cells == 64
+    # the prompt's logits are still there to sample from
+    assert (logits(llm) == logits(full)).all()
+    assert llm.sample(temp=0.0) == full.sample(temp=0.0)
+    assert llm.compact().reason == "64 cells are within the budget of 64"
+    assert llm.compact(SnapKV(budget=20, window=4, recent=0, kernel=1)).cells_after == 20
+
+
+def test_compact_while_generating(llm: Any) -> None:
+    generator = llm.generate(tokens_of(llm), temp=0.0)
+    for _ in range(30):
+        next(generator)
+    before = llm.kv_cells
+    stats = llm.compact()
+    assert (stats.cells_before, stats.cells_after) == (before, 64)
+    assert len([next(generator) for _ in range(5)]) == 5
+
+
+def test_compact_refuses(llm: Any, full: Any) -> None:
+    from snapkv_gguf import SnapKVError
+
+    with pytest.raises(SnapKVError, match="create Llama with snapkv=True"):
+        full.compact()
+    with pytest.raises(SnapKVError, match="create Llama with snapkv=True"):
+        full.kept_positions(0, 0)
+    llm.eval(tokens_of(llm))
+    before = llm.kv_cells
+    with pytest.raises(ValueError, match="window=16: queries are captured for 8 tokens"):
+        llm.compact(SnapKV(window=16))
+    with pytest.raises(SnapKVError, match=r"kernel=1001 is wider than the .* cells before the window, lower it"):
+        llm.compact(SnapKV(budget=64, window=8, kernel=1001))
+    assert llm.kv_cells == before
+    assert llm.compact().cells_after == 64
+
+
+def test_a_refused_pass_is_told_and_generation_goes_on(llm: Any, full: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from snapkv_gguf import _capi
+
+    monkeypatch.setattr(_capi, "compact", lambda *_: (_capi.Status.SHARED_CELLS, _capi.Stats()))
+    with pytest.warns(RuntimeWarning, match=r"goes on with the full cache: .*shares cells.*\(SHARED_CELLS\)"):
+        assert say(llm) == say(full)
+    assert "SHARED_CELLS" in llm.snapkv_stats.reason
+    assert llm.snapkv_stats.cells_after == len(tokens_of(llm))
+    monkeypatch.undo()
+    llm.reset()
+    say(llm)
+    assert llm.snapkv_stats.reason is None
+
+
+def test_a_lost_sequence(llm: Any, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from snapkv_gguf import SnapKVError, _capi
+
+    def lose(ctx: Any, seq_id: int, params: Any) -> Any:
+        llm._ctx.kv_cache_clear()
+        return _capi.Status.SEQUENCE_LOST, _capi.Stats()
+
+    monkeypatch.setattr(_capi, "compact", lose)
+    with pytest.raises(SnapKVError, match=r"SEQUENCE_LOST\): send the prompt again") as caught:
+        say(llm)
+    assert caught.value.status == _capi.Status.SEQUENCE_LOST
+    assert pickle.loads(pickle.dumps(caught.value)).status == _capi.Status.SEQUENCE_LOST
+    assert llm.n_tokens == 0
+    monkeypatch.undo()
+    assert say(llm) == say(make(model_path))
+
+
+# which part of the cache the next prompt uses
+
+
+def test_the_same_prompt_again(llm: Any) -> None:
+    evaluated = Evaluated(llm)
+    first = say(llm)
+    # the last token is sampled, not evaluated
+    assert evaluated.since() == len(tokens_of(llm)) + N_ANSWER - 1
+    for _ in range(3):
+        assert say(llm) == first
+        assert evaluated.since() == N_ANSWER - 1
+    assert say(llm, n=1) == first[:1]
+    assert llm.kv_cells == 64
+
+
+def test_a_prompt_that_goes_on_uses_the_compacted_cache(llm: Any) -> None:
+    answer = say(llm)
+    tokens = [*llm.input_ids[: llm.n_tokens].tolist(), *tokens_of(llm, "And now another question?")[1:]]
+    n_cached = llm.n_tokens
+    evaluated = Evaluated(llm)
+    say(llm, tokens, n=1)
+    assert answer
+    assert evaluated.since() == len(tokens) - n_cached
+    # 64 cells, those of the answer, those of the question: over the budget again
+    assert llm.snapkv_stats.cells_before == 64 + len(tokens) - len(tokens_of(llm))
+    assert llm.snapkv_stats.cells_after == 64
+    assert llm.snapkv_stats.window == 8
+
+
+@pytest.mark.parametrize("change", ["first", "frontier", "window", "last", "shorter"])
+def test_any_other_prompt_is_evaluated_in_full(change: str, llm: Any, model_path: Path) -> None:
+    tokens = tokens_of(llm)
+    other = list(tokens)
+    if change == "shorter":
+        del other[-3:]
+    else:
+        other[{"first": 1, "frontier": -9, "window": -5, "last": -1}[change]] += 1
+    say(llm, tokens)
+    evaluated = Evaluated(llm)
+    answer = say(llm, other)
+    assert evaluated.since() == len(other) + N_ANSWER - 1
+    assert llm.snapkv_stats.cells_before == len(other)
+    assert answer == say(make(model_path), other)
+
+
+def test_a_window_of_the_prompt_is_always_evaluated(llm: Any, model_path: Path) -> None:
+    """Generated tokens overwrite the queries of a prompt that was too short for a pass."""
+    short = tokens_of(llm)[:60]
+    say(llm, short, n=40)
+    assert llm.snapkv_stats.reason
+    longer = [*short, *([55] * 6)]
+    evaluated = Evaluated(llm)
+    answer = say(llm, longer)
+    assert evaluated.since() == 8 + N_ANSWER - 1
+    assert (llm.snapkv_stats.window, llm.snapkv_stats.cells_after) == (8, 64)
+    assert answer == say(make(model_path), longer)
+
+
+def test_reset(llm: Any) -> None:
+    first = say(llm)
+    llm.reset()
+    evaluated = Evaluated(llm)
+    assert say(llm) == first
+    assert evaluated.since() == len(tokens_of(llm)) + N_ANSWER - 1
+
+
+def test_without_reset_tokens_are_appended(llm: Any) -> None:
+    tokens = tokens_of(llm)
+    llm.eval(tokens[:50])
+    next(llm.generate(tokens[50:], temp=0.0, reset=False))
+    assert llm.snapkv_stats.prompt_tokens == len(tokens)
+    assert llm.snapkv_stats.cells_after == 64
+
+
+def test_set_back_by_hand(llm: Any) -> None:
+    say(llm)
+    n = len(tokens_of(llm))
+    llm.n_tokens = n - 1  # within the window: the replay of a token
+    llm.eval(tokens_of(llm)[-1:])
+    llm.n_tokens = n - 9
+    with pytest.raises(RuntimeError, match=f"n_tokens={n - 9}: tokens up to position {n - 9} were compacted"):
+        llm.eval([50])
+    llm.n_tokens = 0
+    llm.eval([50])
+    assert llm.kv_cells == 1
+
+
+def test_several_instances(model_path: Path) -> None:
+    one, two = make(model_path), make(model_path, SnapKV(budget=32, window=4))
+    expected = [say(one), say(two)]
+    assert (one.kv_cells, two.kv_cells) == (64 + N_ANSWER - 1, 32 + N_ANSWER - 1)
+    for llm in (one, two):
+        llm.reset()
+    mixed: list[list[int]] = [[], []]
+    generators = [llm.generate(tokens_of(llm), temp=0.0) for llm in (one, two)]
+    for _ in range(N_ANSWER):
+        for out, generator in zip(mixed, generators, strict=True):
+            out.append(next(generator))
+    assert [say(llm) for llm in (one, two)] == expected
+
+
+# interruptions
+
+
+@pytest.mark.parametrize("compacted_before", [False, True])
+def test_ctrl_c_in_the_prefill(compacted_before: bool, llm: Any, model_path: Path) -> None:
+    if compacted_before:
+        say(llm, TEXT[::-1])
+
+    def interrupt(done: int, total: int) -> None:
+        if done == 200:
+            raise KeyboardInterrupt
+
+    llm.on_eval = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        say(llm)
+    llm.on_eval = None
+    assert say(llm) == say(make(model_path))
+    assert llm.snapkv_stats.cells_after == 64
+
+
+def test_ctrl_c_between_decode_and_bookkeeping(llm: Any, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The context then holds the logits of tokens that were not counted."""
+    tokens = tokens_of(llm)[:150]
+    decode = llm._ctx.decode
+
+    def interrupted(batch: Any) -> None:
+        decode(batch)
+        if llm.n_tokens == 100:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm._ctx, "decode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        say(llm, tokens)
+    monkeypatch.undo()
+    assert llm.n_tokens == 100
+    assert say(llm, tokens[:100]) == say(make(model_path), tokens[:100])
+
+
+def test_ctrl_c_in_the_pass(llm: Any, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from snapkv_gguf import _capi
+
+    compact = _capi.compact
+
+    def interrupted(*arguments: Any) -> Any:
+        compact(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_capi, "compact", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        say(llm)
+    monkeypatch.undo()
+    other = TEXT[:-4] + "!"
+    assert say(llm, other) == say(make(model_path), other)
+
+
+def test_a_closed_stream(llm: Any, model_path: Path) -> None:
+    stream = complete(llm, stream=True)
+    next(stream)
+    stream.close()
+    assert say(llm) == say(make(model_path))
+
+
+# everything else llama_cpp.Llama does
+
+
+def test_streaming(llm: Any) -> None:
+    whole = complete(llm)["choices"][0]["text"]
+    assert len(whole) == N_ANSWER
+    assert "".join(chunk["choices"][0]["text"] for chunk in complete(llm, stream=True)) == whole
+    assert llm.snapkv_stats.cells_after == 64
+
+
+def test_stop(llm: Any) -> None:
+    whole = complete(llm, max_tokens=40)["choices"][0]["text"]
+    stop = whole[5:7]
+    assert complete(llm, max_tokens=40, stop=[stop])["choices"][0]["text"] == whole[: whole.index(stop)]
+
+
+def test_stopping_criteria(llm: Any) -> None:
+    from llama_cpp import StoppingCriteriaList
+
+    n = len(tokens_of(llm))
+    criteria = StoppingCriteriaList([lambda ids, _: len(ids) >= n + 3])
+    assert len(list(llm.generate(tokens_of(llm), temp=0.0, stopping_criteria=criteria))) == 3
+    at_once = StoppingCriteriaList([lambda *_: True])
+    llm.reset()
+    assert list(llm.generate(tokens_of(llm), temp=0.0, stopping_criteria=at_once)) == []
+    assert llm.snapkv_stats.cells_after == 64
+
+
+def test_grammar(llm: Any) -> None:
+    from llama_cpp import LlamaGrammar
+
+    grammar = LlamaGrammar.from_string('root ::= "yes" | "no"', verbose=False)
+    assert complete(llm, grammar=grammar)["choices"][0]["text"] in ("yes", "no")
+    assert llm.snapkv_stats.cells_after == 64
+
+
+def test_chat(llm: Any) -> None:
+    from llama_cpp import LlamaGrammar
+
+    letters = LlamaGrammar.from_string("root ::= [a-z ]*", verbose=False)
+    options = {"max_tokens": 8, "temperature": 0.0, "grammar": letters}
+    messages = [{"role": "user", "content": TEXT}]
+    answer = llm.create_chat_completion(messages, **options)["choices"][0]["message"]["content"]
+    stream = llm.create_chat_completion(messages, stream=True, **options)
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in stream) == answer
+    assert llm.snapkv_stats.cells_after == 64
+    # the next turn goes on from the compacted cache
+    messages += [{"role": "assistant", "content": answer.strip()}, {"role": "user", "content": "and then?"}]
+    evaluated = Evaluated(llm)
+    llm.create_chat_completion(messages, **options)
+    assert evaluated.since() < 80
+
+
+def test_logprobs(model_path: Path, full: Any) -> None:
+    llm = make(model_path, logits_all=True)
+    found = complete(llm, max_tokens=4, logprobs=3)["choices"][0]["logprobs"]
+    assert len(found["token_logprobs"]) == 4
+    assert all(value <= 0 for value in found["token_logprobs"])
+    full.eval(tokens_of(full))
+    llm.reset()
+    next(llm.generate(tokens_of(llm), temp=0.0))
+    # a batch of 64 that gives all logits takes another matrix multiplication
+    np.testing.assert_allclose(llm.scores[llm.n_tokens - 1], logits(full), rtol=1e-4, atol=1e-4)
+
+
+def test_draft_model(model_path: Path) -> None:
+    from llama_cpp.llama_speculative import LlamaDraftModel
+
+    plain = make(model_path, logits_all=True)
+    expected = list(itertools.islice(plain.generate(tokens_of(plain), temp=0.0), 20))
+
+    class Draft(LlamaDraftModel):
+        """Right for a token, then wrong."""
+
+        def __call__(self, input_ids: Any, /, **_: Any) -> Any:
+            n_done = len(input_ids) - len(tokens_of(plain))
+            right = expected[n_done : n_done + 1]
+            return np.array([*right, 70, 71], dtype=np.intc)
+
+    drafted = make(model_path, draft_model=Draft(), logits_all=True)
+    evaluated = Evaluated(drafted)
+    found = list(itertools.islice(drafted.generate(tokens_of(drafted), temp=0.0), 20))
+    assert found == expected
+    assert evaluated.since() > len(tokens_of(drafted)) + 20
+    assert drafted.snapkv_stats.cells_after == 64
+
+
+def test_pickling(llm: Any) -> None:
+    answer = say(llm)
+    again = pickle.loads(pickle.dumps(llm))
+    assert again.snapkv == CONFIG
+    assert say(again) == answer
+
+
+# states
+
+
+def test_a_state_goes_on_as_before(llm: Any, model_path: Path) -> None:
+    say(llm)
+    state = pickle.loads(pickle.dumps(llm.save_state()))
+    other = make(model_path)
+    other.load_state(state)
+    assert other.kv_cells == llm.kv_cells
+    for instance in (llm, other):
+        instance.eval([60, 61])
+    assert (logits(llm) == logits(other)).all()
+    with pytest.raises(RuntimeError, match="kept positions are not part of a saved state"):
+        other.kept_positions(0, 0)
+    # a prompt that is another one, is evaluated in full
+    changed = TEXT[:-4] + "!"
+    assert say(other, changed) == say(make(model_path), changed)
+
+
+def test_a_restored_prompt_is_replayed(llm: Any, model_path: Path) -> None:
+    say(llm)
+    other = make(model_path)
+    other.load_state(llm.save_state())
+    evaluated = Evaluated(other)
+    say(other)
+    assert evaluated.since() == 1 + N_ANSWER - 1
+    assert other.snapkv_stats.reason == "64 cells are within the budget of 64"
+
+
+def test_a_restored_full_prefix_gets_a_whole_window(full: Any, model_path: Path) -> None:
+    full.eval(tokens_of(full)[:-2])
+    llm = make(model_path)
+    llm.load_state(full.save_state())
+    evaluated = Evaluated(llm)
+    answer = say(llm)
+    assert evaluated.since() == 8 + N_ANSWER - 1
+    assert (llm.snapkv_stats.window, llm.snapkv_stats.cells_after) == (8, 64)
+    assert answer == say(make(model_path))
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_compacted_state_without_snapkv(marked: bool, llm: Any, full: Any, model_path: Path) -> None:
+    say(llm)
+    state = llm.save_state()
+    if not marked:
+        del state.snapkv_prompt_end
+        other = make(model_path)
+        other.load_state(state)
+        changed = TEXT[:-4] + "!"
+        assert say(other, changed) == say(make(model_path), changed)
+    expected = say(full, "hello")
+    with pytest.raises(ValueError, match=r"saved after a SnapKV pass .* create Llama with snapkv"):
+        full.load_state(state)
+    assert say(full, "hello") == expected
+
+
+def test_a_state_that_does_not_fit(llm: Any, full: Any, model_path: Path) -> None:
+    full.eval(tokens_of(full))
+    state = full.save_state()
+    state.llama_state = state.llama_state[: len(state.llama_state) // 2]
+    state.llama_state_size = len(state.llama_state)
+    with pytest.raises(RuntimeError, match="Failed to set llama state data"):
+        llm.load_state(state)
+    assert (llm.n_tokens, llm.kv_cells) == (0, 0)
+    assert say(llm) == say(make(model_path))
+
+
+def test_a_cache_of_states(llm: Any, model_path: Path) -> None:
+    from llama_cpp import LlamaRAMCache
+
+    llm.set_cache(LlamaRAMCache())
+    complete(llm)
+    complete(llm, TEXT[::-1])
+    evaluated = Evaluated(llm)
+    complete(llm, [*tokens_of(llm), 50, 51, 52], max_tokens=1)
+    assert evaluated.since() == 3
+    # diverges before the frontier of the cached state
+    changed = TEXT[:100] + "X" + TEXT[101:]
+    assert complete(llm, changed)["choices"] == complete(make(model_path), changed)["choices"]
+    assert evaluated.since() == len(tokens_of(llm, changed)) + N_ANSWER - 1
+
+
+# wrong input
+
+
+def test_embedding_is_refused(model_path: Path) -> None:
+    with pytest.raises(ValueError, match="embedding=True and snapkv exclude each other"):
+        make(model_path, embedding=True)
+    llm = make(model_path, None, embedding=True)
+    assert len(llm.embed("hello")[0]) == tiny.Shape().n_embd
+
+
+@pytest.mark.parametrize("name", ["mamba", "mpt", "qwen2vl", "bert"])
+def test_models_that_cannot(name: str, tmp_path: Path) -> None:
+    path = tiny.WRITERS[name](tmp_path / "m.gguf")
+    with pytest.raises(ValueError, match=r"cannot be used with snapkv: .*UNSUPPORTED_.*pass snapkv=False"):
+        make(path, n_ctx=256)
+    make(path, False, n_ctx=256)
+
+
+def test_wrong_settings(model_path: Path) -> None:
+    with pytest.raises(ValueError, match="budget=16: must be more than window=16"):
+        make(model_path, {"budget": 16})
+    with pytest.raises(TypeError, match="snapkv=1024"):
+        make(model_path, 1024)
+
+
+def test_wrong_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="Model path does not exist"):
+        make(tmp_path / "missing.gguf")
+    (tmp_path / "text.gguf").write_text("not a model")
+    with pytest.raises(ValueError, match="Failed to load model from file"):
+        make(tmp_path / "text.gguf")
+    # nor does a half-made instance complain when it is deleted
+    assert "Exception ignored" not in capfd.readouterr().err
+
+
+def test_a_prompt_longer_than_the_context(model_path: Path) -> None:
+    llm = make(model_path, n_ctx=256)
+    with pytest.raises(ValueError, match=r"Requested tokens \(\d+\) exceed context window of 256"):
+        complete(llm)
+    say(llm, TEXT[:150])
+    assert llm.snapkv_stats.cells_after == 64
+
+
+def test_a_kernel_wider_than_the_prefix(model_path: Path, full: Any) -> None:
+    llm = make(model_path, SnapKV(budget=64, window=8, kernel=101))
+    prompt = TEXT[:90]
+    with pytest.warns(RuntimeWarning, match="kernel=101 is wider than the 83 cells before the window"):
+        assert say(llm, prompt) == say(full, prompt)
+    assert llm.kv_cells == 91 + N_ANSWER - 1

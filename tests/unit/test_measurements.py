@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from snapkv_gguf import SnapKV
+
+pytestmark = pytest.mark.usefixtures("library")
+
+
+def count(text: str) -> int:
+    return len(text.split())
+
+
+def test_haystack() -> None:
+    from snapkv_gguf import haystack
+
+    texts = [haystack.build(2000, seed, count) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert len({text.code for text in texts}) == 2
+    for text in texts:
+        assert re.fullmatch(r"\d{6}", text.code)
+        assert text.text.count(text.code) == 1
+        assert 1800 < count(text.text) <= 2000
+        before = count(text.text.split(text.code)[0])
+        assert before / 2000 == pytest.approx(text.depth, abs=0.1)
+
+
+def test_prompt_of_a_model_without_a_template(model_path: Path) -> None:
+    from snapkv_gguf import haystack
+    from snapkv_gguf.prompt import Vocabulary
+
+    with Vocabulary(model_path) as vocabulary:
+        assert not vocabulary.has_chat_template
+        assert vocabulary.n_ctx_train == 8192
+        assert vocabulary.count("abc") == 3
+        assert vocabulary.plain("abc") == [1, 3 + 97, 3 + 98, 3 + 99]
+        text = haystack.build(500, 1, vocabulary.count)
+        tokens = text.prompt(vocabulary)
+    prompt = bytes(token - 3 if token != 259 else 32 for token in tokens[1:]).decode()
+    assert prompt.startswith(f"Document:\n{text.text}\n\n")
+    assert prompt.endswith("Answer: The secret access code is")
+
+
+def test_settings_by_name() -> None:
+    from snapkv_gguf.quality import parse_setting
+
+    assert parse_setting("w16-max21-r0.5", 512) == SnapKV(512, 16, 21, "max", 0.5)
+    assert parse_setting("w32-avg5", 1024) == SnapKV.paper()
+    assert parse_setting("w8-max1-r64", 128) == SnapKV(128, 8, 1, "max", 64)
+    for name in ("w16", "w16-min3", "max21", "w16-max21-r", ""):
+        with pytest.raises(ValueError, match="setting"):
+            parse_setting(name, 512)
+    with pytest.raises(ValueError, match="budget=8: must be more than window=16"):
+        parse_setting("w16-max21", 8)
