@@ -112,8 +112,8 @@ static void run(llama_model * model, bool unified, bool flash_attn, ggml_type ty
     cparams.n_batch         = 64;
     cparams.n_ubatch        = 24;
     cparams.n_seq_max       = n_seq;
-    cparams.n_threads       = 2;
-    cparams.n_threads_batch = 2;
+    cparams.n_threads       = 1; // a barrier costs more than a layer
+    cparams.n_threads_batch = unified && flash_attn && type_kv == GGML_TYPE_F16 ? 2 : 1;
     cparams.kv_unified      = unified;
     cparams.flash_attn_type = flash_attn ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
     cparams.type_k          = type_kv;
