@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 
 BIN   := $(VENV)/bin
-PIP   := $(BIN)/pip --disable-pip-version-check --quiet
+PIP   := $(BIN)/pip --disable-pip-version-check
 BUILD := build/wheel
 ASAN  := build/asan
 
@@ -24,12 +24,12 @@ help: ## this list
 	@echo '  make test-RING      one ring of tests: $(RINGS)'
 	@echo 'CMAKE_ARGS="-DGGML_CUDA=ON" and the like choose backends, SNAPKV_LLAMA_SOURCE=... a local llama-cpp-python sdist.'
 
-$(VENV)/.tools: pyproject.toml
+$(VENV)/.tools:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo "Python >= 3.10 is needed, $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 	    { echo "$(PYTHON) cannot make a virtual environment: install its venv module (Debian: apt install python3-venv)"; exit 1; }
-	$(PIP) install --upgrade 'pip>=23.1' 'scikit-build-core>=1.0' cmake ninja
+	$(PIP) install --quiet --upgrade 'pip>=23.1' 'scikit-build-core>=1.0' cmake ninja
 	@touch $@
 
 venv: $(VENV)/.tools ## the virtual environment with the build tools
@@ -39,13 +39,16 @@ venv: $(VENV)/.tools ## the virtual environment with the build tools
 $(VENV)/.bindings-$(VERSION): | $(VENV)/.tools
 	@sdist=$$($(BIN)/python cmake/vendor_llama.py --bindings) && \
 	    echo "installing the bindings from $$sdist" && \
-	    CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $(PIP) install --no-cache-dir "$$sdist"
+	    CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $(PIP) install --quiet --no-cache-dir "$$sdist"
 	@touch $@
 
 bindings: $(VENV)/.bindings-$(VERSION) ## llama-cpp-python at the pinned version, without libraries
 
 build: venv bindings ## build and install the package, incrementally
-	$(PIP) install --no-build-isolation '.[test,bench]'
+	@[ -d $(BUILD)/bin ] || echo "compiling llama.cpp: 5 to 10 minutes on two cores, the log is $(BUILD).log"
+	@mkdir -p build
+	@$(PIP) install -v --no-build-isolation '.[test,bench]' > $(BUILD).log 2>&1 || \
+	    { tail -n 60 $(BUILD).log; echo "make build failed, the whole log is $(BUILD).log"; exit 1; }
 
 demo: build ## the main job on the small real model
 	$(BIN)/snapkv demo

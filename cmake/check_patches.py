@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Check patches/: format, that they apply exactly, and that the table in patches/README.md names every hook.
 
-The table has one row per patched place: | `file` | `function` | intent |, where the function is the one that encloses
-the marker in the patched file, or the class, or `(file)` for lines outside of both. Several hooks in one function share
-a row. Needs vendor/llama.cpp-pristine, which a configure or vendor_llama.py makes.
+A row of the table is | `file` | `function`, ... | intent |: the functions that enclose the markers in the patched file,
+without their class; for a marker in a class its name. A list of parameters may tell overloads apart. Markers outside of
+both (includes, declarations) need no row. Needs vendor/llama.cpp-pristine, which a configure or vendor_llama.py makes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import vendor_llama as v
 
 ZERO = "From " + "0" * 40 + " Mon Sep 17 00:00:00 2001\n"
 FORMAT = "git format-patch --zero-commit --no-signature --no-numbered"
-OUTSIDE = "(file)"
 
 
 def check_format(patch: v.Patch) -> list[str]:
@@ -44,20 +43,21 @@ def hooks(path: Path) -> set[str]:
     scope = re.compile(
         r"(?:class|struct|enum(?: class)?) (\w+)[^;]*$|(?=[A-Za-z_])[\w:<>,*&\s]*?([\w:~]+)\s*\((?:.*[^;])?$"
     )
-    found, name = set(), OUTSIDE
+    found, name = set(), ""
     for line in path.read_text(encoding="utf-8").split("\n"):
         if m := scope.match(line.rstrip()):
-            name = m[1] or m[2]
-        if v.MARK in line:
+            name = m[1] or m[2].rpartition("::")[2]
+        if v.MARK in line and name:
             found.add(name)
         if line.startswith("}"):
-            name = OUTSIDE
+            name = ""
     return found
 
 
 def table(readme: Path) -> set[tuple[str, str]]:
     text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
-    return {(m[1], m[2]) for m in re.finditer(r"^\| *`([^`]+)` *\| *`([^`]+)` *\|", text, re.M)}
+    rows = re.finditer(r"^\| *`([^`]+)` *\|([^|]*)\|", text, re.M)
+    return {(m[1], name) for m in rows for name in re.findall(r"`([^`(]+)[^`]*`", m[2])}
 
 
 def check(root: Path) -> list[str]:

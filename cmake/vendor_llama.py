@@ -243,17 +243,20 @@ def download(pin: Pin, tmp: Path) -> Path:
     )
 
 
-def unpack(sdist: Path, dest: Path) -> None:
-    """Only regular files below <top>/vendor/llama.cpp are written, with paths that stay below dest."""
+def unpack(sdist: Path, dest: Path, pin: Pin) -> None:
+    """Only regular files of <top>/vendor/llama.cpp are written, with paths that stay below dest."""
     try:
         with tarfile.open(sdist, "r:gz") as tar:
             for member in tar:
-                _, _, rel = member.name.partition("/vendor/llama.cpp/")
-                if not rel or not member.isfile() or rel.split("/")[-1] == ".git":
+                parts = member.name.split("/")
+                # the sdist also holds its git directories
+                if parts[1:] == [".git", "modules", "vendor", "llama.cpp", "HEAD"]:
+                    check_commit(tar, member, sdist, pin)
+                if parts[1:3] != ["vendor", "llama.cpp"] or not member.isfile() or parts[-1] == ".git":
                     continue
-                if member.name.startswith("/") or ".." in member.name.split("/"):
+                if ".." in parts:
                     raise VendorError(f"{sdist} holds an unsafe path {member.name!r}; do not use this file")
-                path = dest / rel
+                path = dest.joinpath(*parts[3:])
                 path.parent.mkdir(parents=True, exist_ok=True)
                 data = tar.extractfile(member)
                 assert data is not None
@@ -262,6 +265,13 @@ def unpack(sdist: Path, dest: Path) -> None:
                 path.chmod(0o755 if member.mode & 0o100 else 0o644)
     except (tarfile.TarError, EOFError, zlib.error) as e:
         raise VendorError(f"{sdist} is truncated or not a gzipped tar file ({e}); delete it and run again") from e
+
+
+def check_commit(tar: tarfile.TarFile, member: tarfile.TarInfo, sdist: Path, pin: Pin) -> None:
+    head = tar.extractfile(member)
+    commit = head.read().decode("ascii", "replace").strip() if head else ""
+    if re.fullmatch(r"[0-9a-f]{40}", commit) and commit != pin.commit:
+        raise VendorError(f"{sdist} holds llama.cpp {commit}, {PIN} says {pin.commit}; correct the pin's commit")
 
 
 def copy_files(src: Path, dest: Path, files: Iterator[str] | list[str]) -> None:
@@ -431,7 +441,7 @@ def vendor(root: Path, given: str) -> bool:
                 sdist = source.path or get_sdist(pin, tmp)
                 origin = str(sdist)
                 log(f"unpacking {origin} (sha256 verified)")
-                unpack(sdist, tree)
+                unpack(sdist, tree, pin)
             if not is_llama_tree(tree):
                 missing = next(f for f in REQUIRED if not (tree / f).is_file())
                 raise VendorError(

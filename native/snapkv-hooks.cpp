@@ -103,6 +103,12 @@ void llama_snapkv::on_attn(const llm_graph_context & g, ggml_tensor * q, ggml_te
         return; // the sliding-window half
     }
 
+    layer & dst = layers[it->second];
+
+    if (q->type != GGML_TYPE_F32 || q->ne[0] != dst.info.n_embd_head_k || q->ne[1] != dst.info.n_head || q->ne[2] != g.ubatch.n_tokens) {
+        return; // not captured: llama_snapkv_init() refuses the model
+    }
+
     // all layers of a graph share the input
     ggml_tensor * rows = nullptr;
     for (const auto & inp : g.res->inputs) {
@@ -117,8 +123,6 @@ void llama_snapkv::on_attn(const llm_graph_context & g, ggml_tensor * q, ggml_te
         g.res->add_input(std::make_unique<llm_graph_input_snapkv>(this, rows));
     }
 
-    layer & dst = layers[it->second];
-
     // the scale, the sinks and the soft-cap are known only here
     const bool softcap = g.hparams.attn_soft_cap || (g.arch == LLM_ARCH_GROK && !g.cparams.flash_attn);
 
@@ -128,8 +132,6 @@ void llama_snapkv::on_attn(const llm_graph_context & g, ggml_tensor * q, ggml_te
     dst.sinks          = sinks;
     dst.captured       = true;
     dst.has_bias       = kq_b != nullptr;
-
-    GGML_ASSERT(q->type == GGML_TYPE_F32 && q->ne[0]*q->ne[1] == dst.q->ne[0] && q->ne[2] == rows->ne[0]);
 
     ggml_tensor * cur = ggml_is_contiguous(q) ? q : ggml_cont(g.ctx0, q);
     cur = ggml_reshape_2d(g.ctx0, cur, dst.q->ne[0], rows->ne[0]);

@@ -8,6 +8,7 @@ whatever else the machine does meets them alike. Ratios of such a run mean somet
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,6 @@ from .prompt import Vocabulary
 RANDOM_1B = "random-1b"
 
 _BLOCK = 8  # tokens that one context decodes before the next takes over
-_ROOM = 64  # cells beyond the prompt and the decoded tokens
 
 
 @dataclass(frozen=True)
@@ -118,15 +118,18 @@ def measure(
     for n in depths:
         if n <= config.resolve(n).budget:
             raise ValueError(f"depth {n} is within the budget of {config.resolve(n).budget} cells, nothing to compact")
+    n_needed = max(depths) + n_decode
     with Vocabulary(model_path) as vocabulary:
-        text = haystack.build(max(depths) + max(depths) // 4, 0, vocabulary.count)
-        tokens = vocabulary.plain(text.text)
+        tokens = vocabulary.plain(haystack.build(n_needed, 0, vocabulary.count).text)
+    while len(tokens) < n_needed:  # whole paragraphs leave a rest
+        tokens += tokens[1:]
 
     def make(snapkv: SnapKV | None) -> Llama:
-        n_ctx = max(depths) + n_decode + _ROOM
-        return Llama(str(model_path), snapkv=snapkv, n_ctx=n_ctx, verbose=False, **kwargs)
+        return Llama(str(model_path), snapkv=snapkv, n_ctx=n_needed, verbose=False, **kwargs)
 
     full, compacted, short = make(None), make(config), make(None)
+    for llm in (full, compacted, short):
+        llm.eval(tokens[: llm.n_batch])  # touches weights and buffers for the first time
     results = []
     for n in depths:
         samples: dict[str, list[float]] = {}
@@ -222,16 +225,20 @@ def as_json(results: Sequence[Depth]) -> list[dict[str, Any]]:
     return [asdict(result) for result in results]
 
 
-def plot(results: Sequence[Depth], path: Path) -> None:
-    """Decode speed and the cost of prefill over the depth, as an image.
+def check_plot() -> None:
+    """Whether :func:`plot` can be used.
 
     Raises:
         ImportError: No matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("--plot needs matplotlib: pip install matplotlib") from None
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib: pip install matplotlib")
+
+
+def plot(results: Sequence[Depth], path: Path) -> None:
+    """Decode speed and the costs over the depth, as an image; needs matplotlib."""
+    from matplotlib.figure import Figure
+
     n = [result.prompt_tokens for result in results]
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)

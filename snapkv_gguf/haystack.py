@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .prompt import Vocabulary
 
-QUESTION = "What is the secret access code mentioned in the text? Answer with the code only."
+QUESTION = "Question: What is the secret access code?"
 
 # how a base model is made to answer
 _LEAD = "The secret access code is"
@@ -42,7 +42,7 @@ class Haystack:
         """The text and the question as tokens: in the chat template, or as a document for a base model to complete."""
         if vocabulary.has_chat_template:
             return vocabulary.chat(f"{self.text}\n\n{QUESTION}")
-        return vocabulary.plain(f"Document:\n{self.text}\n\nQuestion: {QUESTION}\nAnswer: {_LEAD}")
+        return vocabulary.plain(f"Document:\n{self.text}\n\n{QUESTION}\nAnswer: {_LEAD}")
 
 
 def build(n_tokens: int, seed: int, count: Callable[[str], int]) -> Haystack:
@@ -58,7 +58,7 @@ def build(n_tokens: int, seed: int, count: Callable[[str], int]) -> Haystack:
     rng.shuffle(paragraphs)
     code = f"{rng.randrange(100_000, 1_000_000)}"
     depth = rng.uniform(_MARGIN, 1 - _MARGIN)
-    needle = f"The secret access code is {code}."
+    needle = f"Remember: the secret access code is {code}."
 
     chosen: list[str] = []
     ends: list[int] = []  # tokens up to the end of each paragraph

@@ -125,7 +125,7 @@ class Llama(llama_cpp.Llama):
         if status is not Status.OK:
             raise ValueError(
                 f"{self.model_path} cannot be used with snapkv: {_capi.status_str(status)} ({status.name}); "
-                "pass snapkv=False"
+                "pass snapkv=False (--no-snapkv)"
             )
 
     # the pass
@@ -259,27 +259,35 @@ class Llama(llama_cpp.Llama):
         """Cut what is cached to the part that the prompt may go on from; llama_cpp's generate() finds it there."""
         n = len(tokens)
         n_shared = self.longest_token_prefix(self.input_ids[: self.n_tokens].tolist(), tokens)
-        if n_shared < self._prompt_end:
-            self.reset()
-        elif n_shared == n == self._prompt_end and self._restore_prompt():
+        if n_shared == n == self.n_tokens and not self._requires_eval:
+            return  # to be sampled from at once
+        if n_shared == n == self._prompt_end and self._restore_prompt():
             return
-        elif n > snapkv.resolve(n).budget and (n_shared, self._requires_eval) != (n, False):
-            # generated and restored tokens have no queries: evaluate at least a window of the prompt
-            n_kept = max(self._prompt_end, n - snapkv.window)
-            if n_shared > n_kept:
-                self.n_tokens = n_kept
-                self._requires_eval = True
+        # evaluate at least one token, for its logits, and of a prompt to be compacted at least a window, for its
+        # queries: those of generated and of restored tokens are not the prompt's
+        n_kept = min(n_shared, max(n - 1, 0))
+        if n > snapkv.resolve(n).budget:
+            n_kept = min(n_kept, max(self._prompt_end, n - snapkv.window))
+        if n_shared < self._prompt_end or (n_kept < self.n_tokens and self._swa_evicts()):
+            self.reset()
+        elif n_kept < self.n_tokens:
+            self.n_tokens = n_kept
+            self._requires_eval = True
 
     def _restore_prompt(self) -> bool:
         """Back to the moment after the pass: the last logits of the prompt, and no tokens after it."""
         view = self._logits_view()
-        if view is None or self._prompt_logits is None:
+        if view is None or self._prompt_logits is None or self._swa_evicts():
             return False
         if not self._ctx.kv_cache_seq_rm(-1, self._prompt_end, -1):
             return False
         self.n_tokens = self._prompt_end
         view[:] = self._prompt_logits
         return True
+
+    def _swa_evicts(self) -> bool:
+        # what a sliding-window layer has dropped is missing once the last tokens are taken back
+        return bool(llama_cpp.llama_model_n_swa(self._model.model) > 0 and not self.context_params.swa_full)
 
     # llama_cpp.Llama
 

@@ -115,8 +115,8 @@ class _Writer:
         """Weights [..., out, in], scaled to keep the variance."""
         self.tensors[f"{name}.weight"] = (shape, self.quant, 0.0, shape[-1] ** -0.5)
 
-    def embedding(self, name: str, n: int) -> None:
-        self.tensors[f"{name}.weight"] = ((n, self.shape.n_embd), self.quant, 0.0, 1.0)
+    def embedding(self, name: str, n: int, *, std: float = 1.0) -> None:
+        self.tensors[f"{name}.weight"] = ((n, self.shape.n_embd), self.quant, 0.0, std)
 
     def vector(self, name: str, *shape: int, mean: float = 0.0, std: float = 0.1) -> None:
         """Norms, biases and the like, always F32."""
@@ -139,11 +139,15 @@ class _Writer:
         self.matrix(f"{layer}.ffn_up", self.shape.n_ff, self.shape.n_embd)
         self.matrix(f"{layer}.ffn_down", self.shape.n_embd, self.shape.n_ff)
 
-    def head(self, *, output: bool = True) -> None:
+    def head(self) -> None:
         self.embedding("token_embd", self.shape.n_vocab)
         self.norm("output_norm")
-        if output:
-            self.matrix("output", self.shape.n_vocab, self.shape.n_embd)
+        self.matrix("output", self.shape.n_vocab, self.shape.n_embd)
+
+    def tied_head(self) -> None:
+        # Gemma scales its embeddings by the square root of the width: larger ones would drown what the layers add
+        self.embedding("token_embd", self.shape.n_vocab, std=self.shape.n_embd**-0.5)
+        self.norm("output_norm")
 
     def layers(self) -> list[str]:
         return [f"blk.{i}" for i in range(self.shape.n_layer)]
@@ -201,7 +205,7 @@ def write_gemma3(path: str | os.PathLike[str], shape: Shape = Shape(n_layer=6), 
     w.attention()
     w.gguf.add_layer_norm_rms_eps(1e-6)
     w.gguf.add_sliding_window(shape.n_swa)
-    w.head(output=False)
+    w.tied_head()
     for layer in w.layers():
         w.norm(f"{layer}.attn_norm")
         w.qkv(layer)
@@ -222,7 +226,7 @@ def write_gemma2(path: str | os.PathLike[str], shape: Shape = Shape(), seed: int
     w.gguf.add_sliding_window(shape.n_swa)
     w.gguf.add_attn_logit_softcapping(2.0)
     w.gguf.add_final_logit_softcapping(30.0)
-    w.head(output=False)
+    w.tied_head()
     for layer in w.layers():
         w.norm(f"{layer}.attn_norm")
         w.qkv(layer)

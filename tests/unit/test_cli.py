@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from snapkv_gguf import SnapKV, __version__, cli, models, tiny
+from snapkv_gguf import SnapKV, __version__, answer, cli, models, tiny
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 10
 SETTINGS = ["--budget", "64", "--window", "8", "--kernel", "5", "-t", "1"]
@@ -21,6 +21,11 @@ def snapkv(*arguments: str | Path, stdin: str | None = None) -> Any:
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], input=stdin)
 
 
+def unboxed(text: str) -> str:
+    """Without the boxes that usage errors come in, nor the spaces where they break lines."""
+    return "".join(text.replace("│", "").split())
+
+
 def test_version_and_help() -> None:
     assert snapkv("--version").output.strip() == __version__
     for command in ("run", "demo", "info", "bench", "quality"):
@@ -30,13 +35,13 @@ def test_version_and_help() -> None:
 def test_run_as_json(model_path: Path) -> None:
     result = snapkv("run", "-m", model_path, "-p", TEXT, "-n", "5", "--json", *SETTINGS)
     assert result.exit_code == 0, result.output
-    answer = json.loads(result.stdout)
-    assert answer["settings"]["budget"] == 64
-    assert answer["snapkv"]["cells_after"] == answer["kv_cells"] == 64
-    assert answer["prompt_tokens"] == answer["snapkv"]["prompt_tokens"] == len(TEXT) + 1
-    assert answer["prefill_seconds"] > 0
+    found = json.loads(result.stdout)
+    assert found["settings"]["budget"] == 64
+    assert found["stats"]["cells_after"] == found["kv_cells"] == 64
+    assert found["prompt_tokens"] == found["stats"]["prompt_tokens"] == len(TEXT) + 1
+    assert found["prefill_seconds"] > 0
     full = json.loads(snapkv("run", "-m", model_path, "-p", TEXT, "-n", "5", "--json", "--no-snapkv").stdout)
-    assert full["snapkv"] is full["settings"] is None
+    assert full["stats"] is full["settings"] is None
     assert full["kv_cells"] == len(TEXT) + 1
 
 
@@ -72,8 +77,7 @@ def test_run_streams_and_tells(model_path: Path, tmp_path: Path) -> None:
 def test_wrong_usage(arguments: list[str], told: str, model_path: Path) -> None:
     result = snapkv("run", "-m", model_path, "-p", TEXT, *arguments)
     assert result.exit_code == 2
-    # boxes break lines
-    assert told.replace(" ", "") in "".join(result.stderr.replace("│", "").split())
+    assert unboxed(told) in unboxed(result.stderr)
 
 
 def test_errors_are_one_line(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +108,7 @@ def test_interruptions(
     def stop(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "_answer", stop)
+    monkeypatch.setattr(answer, "ask", stop)
     result = snapkv("run", "-m", model_path, "-p", TEXT)
     assert result.exit_code == code
     assert "Traceback" not in result.output
@@ -156,7 +160,7 @@ def test_info(model_path: Path, tmp_path: Path) -> None:
     assert str(_lib.lib_dir()) in "".join(snapkv("info").stdout.split())
 
 
-def test_bench(model_path: Path, tmp_path: Path) -> None:
+def test_bench(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     files = ["--json", tmp_path / "b.json", "--plot", tmp_path / "b.png"]
     result = snapkv("bench", "-m", model_path, "--depths", "200,300", "-r", "2", "-n", "8", *files, *SETTINGS)
@@ -172,6 +176,11 @@ def test_bench(model_path: Path, tmp_path: Path) -> None:
     assert document["settings"]["budget"] == 64
     assert document["system"]["build"]
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    nowhere = snapkv("bench", "-m", model_path, "--json", tmp_path / "missing" / "b.json")
+    assert nowhere.exit_code == 2
+    assert "nosuchdirectory" in unboxed(nowhere.stderr)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert "--plot needs matplotlib" in snapkv("bench", "-m", model_path, "--plot", tmp_path / "b.png").stderr
     too_short = snapkv("bench", "-m", model_path, "--depths", "64", *SETTINGS)
     assert "depth 64 is within the budget of 64 cells" in too_short.stderr
 
@@ -183,10 +192,10 @@ def test_quality(model_path: Path, tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     answers = json.loads((tmp_path / "q.json").read_text())["answers"]
-    assert {answer["seed"] for answer in answers} == {2, 5}
+    assert {found["seed"] for found in answers} == {2, 5}
     assert len(answers) == 2 * (1 + 3 * 2)
-    for answer in answers:
-        assert answer["cells"] == (answer["budget"] or answer["prompt_tokens"])
+    for found in answers:
+        assert found["cells"] == (found["budget"] or found["prompt_tokens"])
     assert "w4-max3-r0.5" in result.stdout
     wrong = snapkv("quality", "-m", model_path, "--settings", "best")
     assert wrong.exit_code == 1

@@ -278,6 +278,20 @@ def test_a_window_of_the_prompt_is_always_evaluated(llm: Any, model_path: Path) 
     assert answer == say(make(model_path), longer)
 
 
+@pytest.mark.parametrize("budget", [64, 900])
+def test_sliding_windows_that_have_moved_on(budget: int, tmp_path: Path) -> None:
+    """Without swa_full those layers have dropped what precedes a prompt that is asked again after a long answer."""
+    path = tiny.write_gemma3(tmp_path / "m.gguf")
+    llm, fresh = (make(path, SnapKV(budget=budget, window=8), swa_full=False) for _ in range(2))
+    tokens = tokens_of(llm)
+    first = say(llm, tokens, n=400)
+    assert say(llm, tokens, n=20) == first[:20]
+    say(llm, tokens, n=400)
+    for instance in (llm, fresh):
+        say(instance, [*tokens, *[77] * 10], n=1)
+    assert np.abs(logits(llm) - logits(fresh)).max() < 1e-4
+
+
 def test_reset(llm: Any) -> None:
     first = say(llm)
     llm.reset()
