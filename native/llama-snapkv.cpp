@@ -155,6 +155,20 @@ static bool snapkv_reserve(llama_context & lctx) {
     return mctx && lctx.graph_reserve(n_tokens, cparams.n_seq_max, std::min(n_tokens, cparams.n_outputs_max), mctx.get());
 }
 
+// the same with a new scheduler, as after any other change of the graph
+static bool snapkv_reserve_new(llama_context & lctx) {
+    lctx.set_embeddings_layer_inp(0, lctx.get_cparams().embeddings_layer_inp[0]); // changes nothing, but asks for it
+
+    try {
+        lctx.sched_reserve();
+    } catch (const std::exception & err) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
+        return false;
+    }
+
+    return true;
+}
+
 static std::vector<size_t> snapkv_buffer_sizes(const llama_context & lctx) {
     ggml_backend_sched_t sched = lctx.get_sched();
 
@@ -210,7 +224,7 @@ enum llama_snapkv_status llama_snapkv_init(struct llama_context * ctx, struct ll
     }
 
     // building the graph tells what each layer does to its logits
-    llama_snapkv_status res_status = snapkv_reserve(*ctx) ? LLAMA_SNAPKV_STATUS_OK : LLAMA_SNAPKV_STATUS_FAILED_COMPUTE;
+    llama_snapkv_status res_status = snapkv_reserve_new(*ctx) ? LLAMA_SNAPKV_STATUS_OK : LLAMA_SNAPKV_STATUS_FAILED_COMPUTE;
 
     for (const auto & layer : kv->get_snapkv()->layers) {
         if (res_status == LLAMA_SNAPKV_STATUS_OK && !layer.captured) {
@@ -223,7 +237,7 @@ enum llama_snapkv_status llama_snapkv_init(struct llama_context * ctx, struct ll
 
     if (res_status != LLAMA_SNAPKV_STATUS_OK) {
         llama_snapkv::attach(*kv, nullptr);
-        snapkv_reserve(*ctx);
+        snapkv_reserve_new(*ctx);
     }
 
     return res_status;
@@ -340,7 +354,10 @@ enum llama_snapkv_status llama_snapkv_compact(
 
         keep[i].resize(info.n_head_kv);
 
-        snapkv_parallel_for(info.n_head_kv, ctx->n_threads_batch(), [&](uint32_t ih) {
+        // a thread must be worth its start
+        const uint32_t n_threads = std::min<uint64_t>(ctx->n_threads_batch(), 1 + (uint64_t) info.n_head*n/65536);
+
+        snapkv_parallel_for(info.n_head_kv, n_threads, [&](uint32_t ih) {
             keep[i][ih] = snapkv_select(scores.data() + (size_t) ih*n_group*n, n_group, n, n_window, n_recent,
                     params.n_budget, params.n_kernel, params.pool);
         });

@@ -21,7 +21,7 @@ def digest(model_path: str, n_prompt: int, n_generate: int, flash_attn: bool, ty
     L.llama_backend_init()
     model = L.llama_model_load_from_file(model_path.encode(), L.llama_model_default_params())
     p = L.llama_context_default_params()
-    p.n_ctx, p.n_batch, p.n_ubatch, p.n_threads, p.n_threads_batch = 1024, 512, 128, 2, 2
+    p.n_ctx, p.n_batch, p.n_ubatch, p.n_threads, p.n_threads_batch = 1024, 512, 128, 1, 1
     p.flash_attn_type, p.type_k, p.type_v = int(flash_attn), type_kv, type_kv if flash_attn else 1
     ctx = L.llama_init_from_model(model, p)
     n_vocab = L.llama_vocab_n_tokens(L.llama_model_get_vocab(model))
