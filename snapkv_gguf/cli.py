@@ -336,12 +336,13 @@ def quality(
         str, typer.Option("--settings", help="Names separated by commas: full, stream, w16-max21, w16-max21-r0.5, ...")
     ] = "",
     budgets: Annotated[str, typer.Option("--budgets", help="Cells, separated by commas.")] = "1024,512,256",
+    n_texts: Annotated[int, typer.Option("--texts", min=0, help="Running texts to compare the next tokens of.")] = 5,
     n_tokens: Annotated[int, typer.Option("--tokens", min=256, help="Length of the texts in tokens.")] = 4000,
     threads: Threads = _CPUS,
     ngl: GpuLayers = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """How often a hidden code is answered, full cache and settings side by side."""
+    """What settings cost: right answers to a hidden code, and divergence from the full cache in running text."""
     _check_outputs(json_file)
     chosen = _integers("--seeds", seeds)
     chosen = chosen if "," in seeds else list(range(1, chosen[0] + 1))
@@ -352,26 +353,35 @@ def quality(
 
     names = [name.strip() for name in settings.split(",")] if settings else list(survey.DEFAULT_SETTINGS)
     sizes = _integers("--budgets", budgets)
-    n_answers = len(chosen) * sum(1 if name == survey.FULL else len(sizes) for name in names)
-    with Bar("answers", n_answers) as bar:
-        found = survey.measure(
-            path,
-            seeds=chosen,
-            settings=names,
-            budgets=sizes,
-            n_tokens=n_tokens,
-            n_threads=threads,
-            n_gpu_layers=ngl,
-            on_answer=lambda answer: bar.advance(),
+    n_runs = sum(1 if name == survey.FULL else len(sizes) for name in names)
+    shared: dict[str, Any] = {
+        "settings": names,
+        "budgets": sizes,
+        "n_tokens": n_tokens,
+        "n_threads": threads,
+        "n_gpu_layers": ngl,
+    }
+    with Bar("answers", len(chosen) * n_runs) as bar:
+        answers = survey.measure(path, seeds=chosen, on_answer=lambda answer: bar.advance(), **shared)
+    with Bar("texts", n_texts * sum(len(sizes) for name in names if name != survey.FULL)) as bar:
+        texts = survey.measure_text(
+            path, seeds=range(1, n_texts + 1), on_text=lambda divergence: bar.advance(), **shared
         )
-    summary = survey.summarize(found)
-    table = Table(title=f"{path.name}, right answers of {len(chosen)} at {n_tokens} tokens")
+    right, divergence = survey.summarize(answers), survey.summarize_text(texts)
+    table = Table(title=f"{path.name}, {n_tokens} tokens")
     table.add_column("setting")
     for size in sizes:
-        table.add_column(f"{size} cells", justify="right")
+        table.add_column(f"right of {len(chosen)}, {size} cells", justify="right")
+    for size in sizes if texts else ():
+        table.add_column(f"text KL, {size} cells", justify="right")
     for name in names:
-        counts = [summary[name].get(size) or summary[name].get(0) for size in sizes]
-        table.add_row(name, *(f"{count[0]}" if count else "-" for count in counts))
+        counts = [right[name].get(size) or right[name].get(0) for size in sizes]
+        kl = [divergence.get(name, {}).get(size) for size in sizes] if texts else []
+        table.add_row(
+            name,
+            *(f"{count[0]}" if count else "-" for count in counts),
+            *("-" if value is None else f"{value:.3f}" for value in kl),
+        )
     out.print(table)
     if json_file is not None:
         document = {
@@ -379,7 +389,8 @@ def quality(
             "model": path.name,
             "n_tokens": n_tokens,
             "system": system.describe(),
-            "answers": survey.as_json(found),
+            "answers": survey.as_json(answers),
+            "texts": survey.as_json(texts),
         }
         json_file.write_text(json.dumps(document, indent=2) + "\n")
 

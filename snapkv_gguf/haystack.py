@@ -76,6 +76,14 @@ def build(n_tokens: int, seed: int, count: Callable[[str], int]) -> Haystack:
     return Haystack(text=text, code=code, depth=depth, seed=seed)
 
 
+def running_text(seed: int) -> str:
+    """All the text in its own order, beginning with a topic chosen by seed: to be cut where it is long enough."""
+    texts: dict[str, str] = pydoc_data.topics.topics
+    names = sorted(texts)
+    first = random.Random(seed).randrange(len(names))
+    return "\n\n".join(texts[name] for name in names[first:] + names[:first])
+
+
 def _paragraphs() -> list[str]:
     topics: dict[str, str] = pydoc_data.topics.topics
     texts = (" ".join(part.split()) for name in sorted(topics) for part in topics[name].split("\n\n"))

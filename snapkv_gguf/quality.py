@@ -1,4 +1,7 @@
-"""How often the answer survives: a code hidden in long real text, asked for at the end, free greedy answer.
+"""What a pass costs in quality, setting by setting.
+
+Answers: a code hidden in long real text, asked for at the end, free greedy answer. Text: how far the distributions of
+the next tokens of a running text are from those of the full cache, Kullback-Leibler divergence in nats per token.
 
 One prefill per text serves all settings: the state is saved before the last tokens of the prompt and restored for
 each setting, which then evaluates those tokens again, because captured queries are not part of a state.
@@ -8,12 +11,16 @@ each setting, which then evaluates those tokens again, because captured queries 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from . import haystack
 from .config import Pool, SnapKV
@@ -25,10 +32,11 @@ import llama_cpp  # isort: skip
 FULL, STREAM = "full", "stream"
 
 # the full cache; first-4-plus-recent; the paper's; wide max pooling, and with a recent part
-DEFAULT_SETTINGS = (FULL, STREAM, "w32-avg5", "w16-max21", "w16-max21-r0.5", "w16-max21-r0.75")
+DEFAULT_SETTINGS = (FULL, STREAM, "w32-avg5", "w16-max21", "w16-max21-r0.25", "w16-max21-r0.5", "w16-max21-r0.75")
 
 _FIRST = 4  # cells that the streaming rule keeps at the beginning
 _MAX_ANSWER = 32
+_N_NEXT = 64  # tokens of running text that are compared
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,26 @@ class Answer:
     milliseconds: float
     text: str
     right: bool
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far the tokens after a running text are from those of the full cache.
+
+    Attributes:
+        seed: Of the text.
+        setting: Its name.
+        budget: In cells.
+        kl: Kullback-Leibler divergence of the setting's next-token distribution from the full cache's, in nats, mean
+            over the tokens.
+        same_top: Share of the tokens with the same most likely next token.
+    """
+
+    seed: int
+    setting: str
+    budget: int
+    kl: float
+    same_top: float
 
 
 def parse_setting(name: str, budget: int) -> SnapKV:
@@ -91,13 +119,76 @@ def measure(
     Raises:
         ValueError: Unknown setting, or a budget that does not fit it.
     """
-    passes = {(name, b): parse_setting(name, b) for name in settings if name not in (FULL, STREAM) for b in budgets}
-    window = max([config.window for config in passes.values()], default=SnapKV().window)
+    passes = _passes(settings, budgets)
     with Vocabulary(model_path) as vocabulary:
         prompts = {s: haystack.build(n_tokens, s, vocabulary.count) for s in seeds}
         tokens = {s: text.prompt(vocabulary) for s, text in prompts.items()}
+    answers = []
     n_ctx = max(len(prompt) for prompt in tokens.values()) + _MAX_ANSWER
-    llm = Llama(
+    with contextlib.closing(_llama(model_path, passes, n_ctx, n_threads, n_gpu_layers)) as llm:
+        for seed, text in prompts.items():
+            prompt = tokens[seed]
+            for setting, budget, elapsed, first in _settings(llm, prompt, settings, budgets, passes):
+                cells = llm.kv_cells
+                answer = _greedy(llm, first)
+                answers.append(
+                    Answer(seed, setting, budget, len(prompt), cells, 1000 * elapsed, answer, text.code in answer)
+                )
+                on_answer(answers[-1])
+    return answers
+
+
+def measure_text(
+    model_path: Path,
+    *,
+    seeds: Iterable[int],
+    settings: Sequence[str] = DEFAULT_SETTINGS,
+    budgets: Sequence[int] = (1024, 512, 256),
+    n_tokens: int = 4000,
+    n_threads: int,
+    n_gpu_layers: int = 0,
+    on_text: Callable[[Divergence], None] = lambda divergence: None,
+) -> list[Divergence]:
+    """Compare the next tokens of a running text with the full cache's, once per setting and budget.
+
+    Args:
+        n_tokens: Length of the text before the tokens that are compared.
+        on_text: Called after each comparison.
+
+    Raises:
+        ValueError: Unknown setting, a budget that does not fit it, or a text too short for n_tokens.
+    """
+    passes = _passes(settings, budgets)
+    names = [FULL, *(name for name in settings if name != FULL)]
+    with Vocabulary(model_path) as vocabulary:
+        texts = {s: vocabulary.plain(haystack.running_text(s))[: n_tokens + _N_NEXT] for s in seeds}
+    if any(len(text) < n_tokens + _N_NEXT for text in texts.values()):
+        raise ValueError(f"n_tokens={n_tokens}: the text that ships with Python is shorter")
+    found = []
+    with contextlib.closing(_llama(model_path, passes, n_tokens + _N_NEXT, n_threads, n_gpu_layers)) as llm:
+        for seed, text in texts.items():
+            expected = np.empty(0)
+            for setting, budget, _, _ in _settings(llm, text[:n_tokens], names, budgets, passes):
+                logs = np.array([_log_softmax(llm, token) for token in text[n_tokens:]])
+                if setting == FULL:
+                    expected = logs
+                    continue
+                kl = float((np.exp(expected) * (expected - logs)).sum(axis=1).mean())
+                same = float((expected.argmax(axis=1) == logs.argmax(axis=1)).mean())
+                found.append(Divergence(seed, setting, budget, kl, same))
+                on_text(found[-1])
+    return found
+
+
+def _passes(settings: Sequence[str], budgets: Sequence[int]) -> dict[tuple[str, int], SnapKV]:
+    return {(name, b): parse_setting(name, b) for name in settings if name not in (FULL, STREAM) for b in budgets}
+
+
+def _llama(
+    model_path: Path, passes: dict[tuple[str, int], SnapKV], n_ctx: int, n_threads: int, n_gpu_layers: int
+) -> Llama:
+    window = max([config.window for config in passes.values()], default=SnapKV().window)
+    return Llama(
         str(model_path),
         snapkv=SnapKV(budget=window + 1, window=window, recent=0),
         n_ctx=n_ctx,
@@ -107,31 +198,43 @@ def measure(
         flash_attn=True,
         verbose=False,
     )
-    answers = []
-    for seed, text in prompts.items():
-        prompt = tokens[seed]
-        llm.reset()
-        llm.eval(prompt[:-window])
-        state = llm.save_state()
-        for setting in settings:
-            for budget in (0,) if setting == FULL else budgets:
-                llm.load_state(state)
-                llm.eval(prompt[-window:])
-                first = llm.sample(temp=0.0)
-                started = time.perf_counter()
-                if setting == STREAM:
-                    _keep_first_and_recent(llm, budget)
-                elif setting != FULL:
-                    llm.compact(passes[setting, budget])
-                elapsed = time.perf_counter() - started
-                cells = llm.kv_cells
-                answer = _greedy(llm, first)
-                answers.append(
-                    Answer(seed, setting, budget, len(prompt), cells, 1000 * elapsed, answer, text.code in answer)
-                )
-                on_answer(answers[-1])
-    llm.close()
-    return answers
+
+
+def _settings(
+    llm: Llama,
+    prompt: Sequence[int],
+    settings: Sequence[str],
+    budgets: Sequence[int],
+    passes: dict[tuple[str, int], SnapKV],
+) -> Iterator[tuple[str, int, float, int]]:
+    """Evaluate the prompt once, and for each setting leave the context after its pass.
+
+    Yields:
+        Setting, budget (0 for the full cache), seconds of the pass, most likely next token.
+    """
+    window = llm.snapkv.window if llm.snapkv is not None else 1
+    llm.reset()
+    llm.eval(prompt[:-window])
+    state = llm.save_state()
+    for setting in settings:
+        for budget in (0,) if setting == FULL else budgets:
+            llm.load_state(state)
+            llm.eval(prompt[-window:])
+            first = llm.sample(temp=0.0)
+            started = time.perf_counter()
+            if setting == STREAM:
+                _keep_first_and_recent(llm, budget)
+            elif setting != FULL:
+                llm.compact(passes[setting, budget])
+            yield setting, budget, time.perf_counter() - started, first
+
+
+def _log_softmax(llm: Llama, token: int) -> npt.NDArray[np.float64]:
+    """Log probabilities of the token after ``token``, [n_vocab]."""
+    llm.eval([token])
+    logits = np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),)).astype(np.float64)
+    logits -= logits.max()
+    return np.asarray(logits - np.log(np.exp(logits).sum()))
 
 
 def _keep_first_and_recent(llm: Llama, budget: int) -> None:
@@ -159,6 +262,14 @@ def summarize(answers: Iterable[Answer]) -> dict[str, dict[int, tuple[int, int]]
     return table
 
 
-def as_json(answers: Iterable[Answer]) -> list[dict[str, Any]]:
-    """Every answer, as JSON takes it."""
-    return [asdict(answer) for answer in answers]
+def summarize_text(found: Iterable[Divergence]) -> dict[str, dict[int, float]]:
+    """setting -> budget -> mean divergence."""
+    values: dict[str, dict[int, list[float]]] = {}
+    for divergence in found:
+        values.setdefault(divergence.setting, {}).setdefault(divergence.budget, []).append(divergence.kl)
+    return {name: {size: sum(kl) / len(kl) for size, kl in sizes.items()} for name, sizes in values.items()}
+
+
+def as_json(found: Iterable[Answer] | Iterable[Divergence]) -> list[dict[str, Any]]:
+    """Every measurement, as JSON takes it."""
+    return [asdict(one) for one in found]

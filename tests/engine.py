@@ -14,7 +14,8 @@ from gguf import GGMLQuantizationType
 
 from snapkv_gguf import _capi, reference
 from snapkv_gguf._capi import Params, Stats, Status
-import llama_cpp as L  # after snapkv_gguf: it loads our libraries
+
+import llama_cpp as L  # isort: skip  # after snapkv_gguf, which makes it load our libraries
 
 CACHE_TYPES = {
     name: int(GGMLQuantizationType[name.upper()])
@@ -107,7 +108,9 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def try_decode(self, tokens: Sequence[int], pos: int = 0, seq: int | Iterable[int] = 0, all_logits: bool = False) -> int:
+    def try_decode(
+        self, tokens: Sequence[int], pos: int = 0, seq: int | Iterable[int] = 0, all_logits: bool = False
+    ) -> int:
         """llama_decode in batches of n_batch; the first return code that is not 0."""
         seqs = [seq] if isinstance(seq, int) else list(seq)
         for start in range(0, len(tokens), self.n_batch):
@@ -120,7 +123,7 @@ class Engine:
                 batch.n_seq_id[i] = len(seqs)
                 for j, s in enumerate(seqs):
                     batch.seq_id[i][j] = s
-                batch.logits[i] = all_logits or start + i == len(tokens) - 1
+                batch.logits[i] = start + i == len(tokens) - 1
             code = L.llama_decode(self.ctx, batch)
             if code != 0:
                 return int(code)
@@ -226,7 +229,7 @@ class Engine:
             L.llama_set_abort_callback(self.ctx, L.ggml_abort_callback(0), None)
 
     def oracle(self, i: int, settings: Params, seq: int = 0) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-        """Scores [n_head, n] and kept cells [n_head_kv, budget] of layer i by NumPy, from what the context holds now."""
+        """Scores [n_head, n] and kept cells [n_head_kv, budget] of layer i by NumPy, from what the context holds."""
         layer = _capi.layers(self.ctx)[i]
         pos, _ = _capi.cells(self.ctx, seq)
         window = settings.n_window

@@ -10,9 +10,11 @@ import pytest
 from engine import CACHE_TYPES, Engine, params
 from identity import digest_with
 
-import llama_cpp as L
-from snapkv_gguf import _capi, _lib, reference
+from snapkv_gguf import Llama, SnapKV, _capi, _lib, haystack, quality, reference
 from snapkv_gguf._capi import Status
+from snapkv_gguf.prompt import Vocabulary
+
+import llama_cpp as L  # isort: skip
 
 N = 900
 
@@ -59,9 +61,7 @@ def test_budget_at_least_the_prompt_is_identical(request: pytest.FixtureRequest,
         ("gemma3", "q8_0", True),
     ],
 )
-def test_kept_sets_equal_the_oracle(
-    request: pytest.FixtureRequest, name: str, type_kv: str, flash_attn: bool
-) -> None:
+def test_kept_sets_equal_the_oracle(request: pytest.FixtureRequest, name: str, type_kv: str, flash_attn: bool) -> None:
     """Every layer and head, and the bytes of their rows."""
     path, n_rounding, n_pairs = request.getfixturevalue(name), 0, 0
     with Engine(
@@ -102,3 +102,41 @@ def test_kept_sets_equal_the_oracle(
                         assert np.array_equal(new[:, head], old[kept, head])
     print(f"{name} {type_kv}: {n_rounding} of {n_pairs} cells differ by rounding")
     assert n_rounding <= n_pairs // 1000
+
+
+def test_answers_survive(smollm2: Path) -> None:
+    """A few seeds of `snapkv quality`: a hidden code, 4K tokens of text, an eighth of the cells."""
+    answers = quality.measure(
+        smollm2, seeds=[1, 2], settings=["full", "stream", "w16-max21"], budgets=[512], n_tokens=4000, n_threads=2
+    )
+    right = quality.summarize(answers)
+    print(right)
+    assert right["full"][0] == (2, 2)
+    assert right["w16-max21"][512] == (2, 2)
+    assert right["stream"][512][0] < 2
+
+
+def test_gemma_keeps_its_sliding_window_layers(gemma3: Path) -> None:
+    """Only the global layers are compacted; the answer stays right also with the small sliding-window cache."""
+    with Vocabulary(gemma3) as vocabulary:
+        text = haystack.build(2500, 1, vocabulary.count)
+        prompt = text.prompt(vocabulary)
+    for swa_full in (True, False):
+        llm = Llama(
+            str(gemma3),
+            n_ctx=3072,
+            n_threads=2,
+            n_threads_batch=2,
+            flash_attn=True,
+            swa_full=swa_full,
+            snapkv=SnapKV(budget=512),
+            verbose=False,
+        )
+        answer = "".join(
+            llm.detokenize([token]).decode(errors="replace")
+            for token, _ in zip(llm.generate(prompt, temp=0.0), range(12), strict=False)
+        )
+        assert text.code in answer
+        assert llm.snapkv_stats is not None
+        assert llm.snapkv_stats.cells_after == 512
+        llm.close()

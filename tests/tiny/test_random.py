@@ -60,9 +60,7 @@ def read(engine: Engine, seq: int) -> tuple[list[int], list[Row]]:
     rows = []
     for j in range(len(cells.pos)):
         rows.append(
-            tuple(
-                tuple(part[j, head].tobytes() for head in range(N_HEAD_KV) for part in layer) for layer in cells.rows
-            )
+            tuple(tuple(part[j, head].tobytes() for head in range(N_HEAD_KV) for part in layer) for layer in cells.rows)
         )
     return cells.pos.tolist(), rows
 

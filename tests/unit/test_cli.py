@@ -188,15 +188,21 @@ def test_bench(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_quality(model_path: Path, tmp_path: Path) -> None:
     result = snapkv(
         *("quality", "-m", model_path, "--seeds", "2,5", "--settings", "full,stream,w8-avg5,w4-max3-r0.5"),
-        *("--budgets", "32,64", "--tokens", "400", "-t", "1", "--json", tmp_path / "q.json"),
+        *("--budgets", "32,64", "--tokens", "400", "--texts", "2", "-t", "1", "--json", tmp_path / "q.json"),
     )
     assert result.exit_code == 0, result.output
-    answers = json.loads((tmp_path / "q.json").read_text())["answers"]
+    document = json.loads((tmp_path / "q.json").read_text())
+    answers = document["answers"]
     assert {found["seed"] for found in answers} == {2, 5}
     assert len(answers) == 2 * (1 + 3 * 2)
     for found in answers:
         assert found["cells"] == (found["budget"] or found["prompt_tokens"])
     assert "w4-max3-r0.5" in result.stdout
+    texts = document["texts"]
+    assert len(texts) == 2 * 3 * 2
+    for found in texts:
+        assert found["kl"] > 0
+        assert 0 <= found["same_top"] <= 1
     wrong = snapkv("quality", "-m", model_path, "--settings", "best")
     assert wrong.exit_code == 1
     assert "setting 'best': must be 'full', 'stream' or like 'w16-max21'" in wrong.stderr
