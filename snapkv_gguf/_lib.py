@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import importlib.metadata
@@ -16,7 +17,10 @@ LLAMA_CPP_PYTHON = "0.3.36"
 # env: SNAPKV_GGUF_LIB_PATH, a directory with libllama, libmtmd and the ggml libraries, for development
 ENV_LIB_PATH = "SNAPKV_GGUF_LIB_PATH"
 
-_INSTALL = f'CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" pip install llama-cpp-python=={LLAMA_CPP_PYTHON}'
+# not into pip's cache: other projects would get the wheel without libraries of its own
+_INSTALL = (
+    f'CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" pip install --no-cache-dir llama-cpp-python=={LLAMA_CPP_PYTHON}'
+)
 
 
 def lib_dir() -> Path:
@@ -24,7 +28,13 @@ def lib_dir() -> Path:
     override = os.environ.get(ENV_LIB_PATH)
     if override:
         return Path(override).absolute()
-    return Path(str(importlib.resources.files("snapkv_gguf"))) / "lib"
+    directory = Path(str(importlib.resources.files("snapkv_gguf"))) / "lib"
+    if not directory.is_dir():
+        # Python was started in a checkout, whose folder without libraries hides the installed package
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed = importlib.metadata.distribution("snapkv-gguf").locate_file("snapkv_gguf/lib")
+            return Path(str(installed)) if Path(str(installed)).is_dir() else directory
+    return directory
 
 
 def library_file(directory: Path, name: str = "llama") -> Path | None:

@@ -22,7 +22,7 @@ from rich.table import Column, Table
 from . import __version__, _lib
 from . import answer as answers
 from .config import SnapKV
-from .terminal import Bar, err, guarded, out, set_debug
+from .terminal import Bar, err, guarded, out, set_debug, show
 
 if TYPE_CHECKING:
     from .bench import Depth
@@ -73,6 +73,7 @@ GpuLayers = Annotated[
     int, typer.Option("--ngl", help="Layers on the GPU, -1 for all.", rich_help_panel="Engine", min=-1)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.", dir_okay=False)]
 
 _DEMO_ANSWER = 32  # tokens at most
@@ -285,6 +286,7 @@ def bench(
     type_v: TypeV = "f16",
     flash_attn: FlashAttn = True,
     ngl: GpuLayers = 0,
+    markdown: AsMarkdown = False,
     json_file: JsonFile = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a plot to this file.", dir_okay=False)] = None,
 ) -> None:
@@ -310,7 +312,7 @@ def bench(
             on_step=status.update,
             **engine,
         )
-    out.print(_bench_table(results, path.name, config))
+    show(_bench_table(results, path.name, config), markdown)
     if json_file is not None:
         document = {
             "command": sys.argv[1:],
@@ -340,6 +342,7 @@ def quality(
     n_tokens: Annotated[int, typer.Option("--tokens", min=256, help="Length of the texts in tokens.")] = 4000,
     threads: Threads = _CPUS,
     ngl: GpuLayers = 0,
+    markdown: AsMarkdown = False,
     json_file: JsonFile = None,
 ) -> None:
     """What settings cost: right answers to a hidden code, and divergence from the full cache in running text."""
@@ -382,7 +385,7 @@ def quality(
             *(f"{count[0]}" if count else "-" for count in counts),
             *("-" if value is None else f"{value:.3f}" for value in kl),
         )
-    out.print(table)
+    show(table, markdown)
     if json_file is not None:
         document = {
             "command": sys.argv[1:],

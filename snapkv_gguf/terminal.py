@@ -11,6 +11,7 @@ from typing import Any, ParamSpec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from . import _lib
 
@@ -69,6 +70,17 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             raise typer.Exit(1) from None
 
     return run
+
+
+def show(table: Table, markdown: bool) -> None:
+    """A table on standard output, for a terminal or as Markdown."""
+    if not markdown:
+        out.print(table)
+        return
+    rows = [[str(column.header) for column in table.columns]]
+    rows.append(["---:" if column.justify == "right" else "---" for column in table.columns])
+    rows += [[str(cell) for cell in row] for row in zip(*(column.cells for column in table.columns), strict=True)]
+    typer.echo("\n".join(f"| {' | '.join(row)} |" for row in rows))
 
 
 class Bar:

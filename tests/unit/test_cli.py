@@ -203,6 +203,13 @@ def test_quality(model_path: Path, tmp_path: Path) -> None:
     for found in texts:
         assert found["kl"] > 0
         assert 0 <= found["same_top"] <= 1
+    markdown = snapkv(
+        *("quality", "-m", model_path, "--seeds", "1", "--settings", "full", "--budgets", "64"),
+        *("--tokens", "400", "--texts", "0", "-t", "1", "--markdown"),
+    ).stdout.splitlines()
+    assert markdown[0] == "| setting | right of 1, 64 cells |"
+    assert markdown[1] == "| --- | ---: |"
+    assert markdown[2].startswith("| full | ")
     wrong = snapkv("quality", "-m", model_path, "--settings", "best")
     assert wrong.exit_code == 1
     assert "setting 'best': must be 'full', 'stream' or like 'w16-max21'" in wrong.stderr

@@ -66,7 +66,7 @@ def test_another_version_of_the_binding(tmp_path: Path) -> None:
     metadata.write_text("Metadata-Version: 2.1\nName: llama-cpp-python\nVersion: 0.3.35\n")
     _, error = python("from snapkv_gguf import Llama", tmp_path)
     assert "needs llama-cpp-python 0.3.36, found 0.3.35" in error
-    assert "pip install llama-cpp-python==0.3.36" in error
+    assert "pip install --no-cache-dir llama-cpp-python==0.3.36" in error
 
 
 @pytest.mark.usefixtures("library")
@@ -75,7 +75,7 @@ def test_no_binding(monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(ImportError, match=r"pip install llama-cpp-python==0\.3\.36"):
+    with pytest.raises(ImportError, match=r"pip install --no-cache-dir llama-cpp-python==0\.3\.36"):
         _lib.load()
 
 
