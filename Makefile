@@ -16,6 +16,9 @@ RINGS := unit build native tiny model server
 # libllama without our code, for the tests that compare with it
 export SNAPKV_PRISTINE_LIB := $(CURDIR)/$(BUILD)/pristine
 
+# a missing library is a failure, not a skipped test
+export SNAPKV_REQUIRE_LIB := 1
+
 .NOTPARALLEL:
 .PHONY: help venv bindings build native demo bench test $(RINGS:%=test-%) asan lint check-patches clean
 

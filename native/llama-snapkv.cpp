@@ -18,6 +18,7 @@
 #include <atomic>
 #include <new>
 #include <numeric>
+#include <system_error>
 #include <thread>
 
 //
@@ -54,7 +55,7 @@ const char * llama_snapkv_params_check(struct llama_snapkv_params params) {
         return "n_window must be between 1 and 4096";
     }
     if (params.n_kernel % 2 != 1 || params.n_kernel > SNAPKV_N_BUDGET_MAX) {
-        return "n_kernel must be odd";
+        return "n_kernel must be odd and at most 2^30";
     }
     if (params.pool != LLAMA_SNAPKV_POOL_AVG && params.pool != LLAMA_SNAPKV_POOL_MAX) {
         return "pool must be one of enum llama_snapkv_pool";
@@ -88,6 +89,7 @@ const char * llama_snapkv_status_str(enum llama_snapkv_status status) {
         case LLAMA_SNAPKV_STATUS_UNSUPPORTED_BIAS:       return "models that add a bias to the attention logits are not supported";
         case LLAMA_SNAPKV_STATUS_NOT_EMPTY:              return "the context already holds tokens: clear its memory first";
         case LLAMA_SNAPKV_STATUS_ABORTED:                return "aborted, nothing was changed";
+        case LLAMA_SNAPKV_STATUS_FAILED_RESERVE:         return "out of memory for the query ring or the compute buffers";
         case LLAMA_SNAPKV_STATUS_FAILED_COMPUTE:         return "the scores could not be computed, nothing was changed";
         case LLAMA_SNAPKV_STATUS_SEQUENCE_LOST:          return "stopped in the middle of the moves, the sequence was removed: decode it again";
     }
@@ -102,8 +104,18 @@ const char * llama_snapkv_build_info(void) {
 // the context's cache
 //
 
-// the cache whose cells are compacted: of models with sliding-window layers, that of the other layers
-static llama_snapkv_status snapkv_find_cache(const llama_context & lctx, llama_kv_cache ** kv) {
+// the cache whose cells are compacted: of models with sliding-window layers, that of the other layers; can be null
+static llama_kv_cache * snapkv_get_cache(const llama_context & lctx) {
+    auto * memory = lctx.get_memory();
+
+    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
+        return iswa->get_base();
+    }
+
+    return dynamic_cast<llama_kv_cache *>(memory);
+}
+
+static llama_snapkv_status snapkv_check(const llama_context & lctx) {
     auto * memory = lctx.get_memory();
 
     if (!memory || !lctx.get_cparams().causal_attn) {
@@ -122,19 +134,16 @@ static llama_snapkv_status snapkv_find_cache(const llama_context & lctx, llama_k
         return LLAMA_SNAPKV_STATUS_UNSUPPORTED_HYBRID;
     }
 
-    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
-        *kv = iswa->get_base();
-    } else {
-        *kv = dynamic_cast<llama_kv_cache *>(memory);
-    }
+    const llama_kv_cache * kv = snapkv_get_cache(lctx);
 
-    return *kv ? llama_snapkv::check_cache(**kv) : LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY;
+    return kv ? llama_snapkv::check_cache(*kv) : LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY;
 }
 
+// null if not enabled
 static llama_snapkv * snapkv_get(const llama_context & lctx) {
-    llama_kv_cache * kv = nullptr;
+    const llama_kv_cache * kv = snapkv_get_cache(lctx);
 
-    return snapkv_find_cache(lctx, &kv) == LLAMA_SNAPKV_STATUS_OK ? kv->get_snapkv() : nullptr;
+    return kv ? kv->get_snapkv() : nullptr;
 }
 
 // null if not enabled or no such sequence
@@ -144,19 +153,8 @@ static llama_snapkv * snapkv_get(const llama_context & lctx, llama_seq_id seq_id
     return snapkv && snapkv->has_seq(seq_id) ? snapkv : nullptr;
 }
 
-// compute buffers for the largest graph of the model; graphs built before are not used again
+// a new scheduler and new compute buffers, as after any other change of the graph
 static bool snapkv_reserve(llama_context & lctx) {
-    const auto & cparams = lctx.get_cparams();
-
-    const uint32_t n_tokens = std::min(cparams.n_ctx, cparams.n_ubatch);
-
-    const auto mctx = lctx.get_memory()->init_full();
-
-    return mctx && lctx.graph_reserve(n_tokens, cparams.n_seq_max, std::min(n_tokens, cparams.n_outputs_max), mctx.get());
-}
-
-// the same with a new scheduler, as after any other change of the graph
-static bool snapkv_reserve_new(llama_context & lctx) {
     lctx.set_embeddings_layer_inp(0, lctx.get_cparams().embeddings_layer_inp[0]); // changes nothing, but asks for it
 
     try {
@@ -180,9 +178,7 @@ static std::vector<size_t> snapkv_buffer_sizes(const llama_context & lctx) {
 }
 
 enum llama_snapkv_status llama_snapkv_supported(const struct llama_context * ctx) {
-    llama_kv_cache * kv = nullptr;
-
-    return snapkv_find_cache(*ctx, &kv);
+    return snapkv_check(*ctx);
 }
 
 enum llama_snapkv_status llama_snapkv_init(struct llama_context * ctx, struct llama_snapkv_params params) {
@@ -191,12 +187,12 @@ enum llama_snapkv_status llama_snapkv_init(struct llama_context * ctx, struct ll
         return LLAMA_SNAPKV_STATUS_INVALID_PARAMS;
     }
 
-    llama_kv_cache * kv = nullptr;
-
-    const auto status = snapkv_find_cache(*ctx, &kv);
+    const auto status = snapkv_check(*ctx);
     if (status != LLAMA_SNAPKV_STATUS_OK) {
         return status;
     }
+
+    llama_kv_cache * kv = snapkv_get_cache(*ctx);
 
     const uint32_t n_seq_max = ctx->n_seq_max();
 
@@ -206,8 +202,9 @@ enum llama_snapkv_status llama_snapkv_init(struct llama_context * ctx, struct ll
         }
     }
 
-    ctx->sched_reserve();
-    ctx->synchronize();
+    if (!snapkv_reserve(*ctx)) {
+        return LLAMA_SNAPKV_STATUS_FAILED_RESERVE;
+    }
 
     // each layer adds a reshape, a set_rows and perhaps a cont
     const auto * res = ctx->get_gf_res_reserve();
@@ -220,11 +217,11 @@ enum llama_snapkv_status llama_snapkv_init(struct llama_context * ctx, struct ll
         llama_snapkv::attach(*kv, std::make_shared<llama_snapkv>(*kv, params, n_seq_max));
     } catch (const std::bad_alloc &) {
         LLAMA_LOG_ERROR("%s: failed to allocate the query ring\n", __func__);
-        return LLAMA_SNAPKV_STATUS_FAILED_COMPUTE;
+        return LLAMA_SNAPKV_STATUS_FAILED_RESERVE;
     }
 
     // building the graph tells what each layer does to its logits
-    llama_snapkv_status res_status = snapkv_reserve_new(*ctx) ? LLAMA_SNAPKV_STATUS_OK : LLAMA_SNAPKV_STATUS_FAILED_COMPUTE;
+    llama_snapkv_status res_status = snapkv_reserve(*ctx) ? LLAMA_SNAPKV_STATUS_OK : LLAMA_SNAPKV_STATUS_FAILED_RESERVE;
 
     for (const auto & layer : kv->get_snapkv()->layers) {
         if (res_status == LLAMA_SNAPKV_STATUS_OK && !layer.captured) {
@@ -237,7 +234,7 @@ enum llama_snapkv_status llama_snapkv_init(struct llama_context * ctx, struct ll
 
     if (res_status != LLAMA_SNAPKV_STATUS_OK) {
         llama_snapkv::attach(*kv, nullptr);
-        snapkv_reserve_new(*ctx);
+        snapkv_reserve(*ctx);
     }
 
     return res_status;
@@ -251,20 +248,43 @@ enum llama_snapkv_status llama_snapkv_init(struct llama_context * ctx, struct ll
 template <typename F>
 static void snapkv_parallel_for(uint32_t n, uint32_t n_threads, const F & f) {
     std::atomic<uint32_t> next(0);
+    std::atomic<bool>     failed(false);
 
     const auto work = [&]() {
-        for (uint32_t i = next++; i < n; i = next++) {
-            f(i);
+        try {
+            for (uint32_t i = next++; i < n; i = next++) {
+                f(i);
+            }
+        } catch (const std::bad_alloc &) {
+            failed = true;
         }
     };
 
     std::vector<std::thread> threads;
-    for (uint32_t t = 1; t < std::min(n, n_threads); ++t) {
-        threads.emplace_back(work);
+    try {
+        for (uint32_t t = 1; t < std::min(n, n_threads); ++t) {
+            threads.emplace_back(work);
+        }
+    } catch (const std::system_error &) {
+        // fewer threads will do
     }
     work();
     for (auto & t : threads) {
         t.join();
+    }
+
+    if (failed) {
+        throw std::bad_alloc();
+    }
+}
+
+// f(), or a status if it runs out of memory
+template <typename F>
+static ggml_status snapkv_try(const F & f) {
+    try {
+        return f();
+    } catch (const std::bad_alloc &) {
+        return GGML_STATUS_ALLOC_FAILED;
     }
 }
 
@@ -288,6 +308,12 @@ enum llama_snapkv_status llama_snapkv_compact(
     llama_snapkv * snapkv = snapkv_get(*ctx);
     if (!snapkv) {
         return LLAMA_SNAPKV_STATUS_NOT_ENABLED;
+    }
+
+    // the context can have changed since llama_snapkv_init()
+    const auto supported = snapkv_check(*ctx);
+    if (supported != LLAMA_SNAPKV_STATUS_OK) {
+        return supported;
     }
     if (!snapkv->has_seq(seq_id)) {
         return LLAMA_SNAPKV_STATUS_INVALID_SEQ;
@@ -345,7 +371,7 @@ enum llama_snapkv_status llama_snapkv_compact(
     std::vector<uint32_t> layers(n_layer);
     std::iota(layers.begin(), layers.end(), 0);
 
-    ggml_status status = snapkv_compute_scores(*ctx, *snapkv, seq_id, order, n_window, layers, [&](uint32_t i, std::vector<float> scores) {
+    const auto on_scores = [&](uint32_t i, std::vector<float> scores) {
         const int64_t t_select_us = ggml_time_us();
 
         const auto & info = snapkv->layers[i].info;
@@ -363,12 +389,19 @@ enum llama_snapkv_status llama_snapkv_compact(
         });
 
         stats.t_select_us += ggml_time_us() - t_select_us;
+    };
+
+    // the scheduler is used for other graphs from here on
+    snapkv->generation++;
+
+    ggml_status status = snapkv_try([&]() {
+        return snapkv_compute_scores(*ctx, *snapkv, seq_id, order, n_window, layers, on_scores);
     });
 
     stats.t_score_us = ggml_time_us() - t_start_us - stats.t_select_us;
 
     if (status != GGML_STATUS_SUCCESS) {
-        snapkv_reserve(*ctx);
+        snapkv_reserve(*ctx); // it may have lost its buffers
         return snapkv_status_from_ggml(status);
     }
 
@@ -382,17 +415,17 @@ enum llama_snapkv_status llama_snapkv_compact(
 
     const int64_t t_move_us = ggml_time_us();
 
-    status = snapkv_compute_moves(*ctx, *snapkv, seq_id, order, keep, dst);
+    status = snapkv_try([&]() {
+        return snapkv_compute_moves(*ctx, *snapkv, seq_id, order, keep, dst);
+    });
 
     for (size_t i = 0; i < sizes_before.size(); ++i) {
         const size_t size = snapkv_buffer_sizes(*ctx)[i];
         stats.n_bytes_grown += size > sizes_before[i] ? size - sizes_before[i] : 0;
     }
 
-    // ends in a state that the next decode may find; the pass changed the scheduler's graph
-    snapkv_reserve(*ctx);
-
     if (status != GGML_STATUS_SUCCESS) {
+        snapkv_reserve(*ctx);
         snapkv->drop(seq_id);
         LLAMA_LOG_ERROR("%s: %s\n", __func__, llama_snapkv_status_str(LLAMA_SNAPKV_STATUS_SEQUENCE_LOST));
         return LLAMA_SNAPKV_STATUS_SEQUENCE_LOST;
@@ -427,9 +460,6 @@ enum llama_snapkv_status llama_snapkv_compact(
     stats.n_cells_after = params.n_budget;
     stats.t_total_us    = ggml_time_us() - t_start_us;
 
-    LLAMA_LOG_DEBUG("%s: seq %d: %u -> %u cells, window %u, %.2f ms (scores %.2f, selection %.2f, moves %.2f)\n", __func__, seq_id,
-            n, params.n_budget, n_window, stats.t_total_us/1e3, stats.t_score_us/1e3, stats.t_select_us/1e3, stats.t_move_us/1e3);
-
     if (stats_out) {
         *stats_out = stats;
     }
@@ -442,10 +472,8 @@ enum llama_snapkv_status llama_snapkv_compact(
 //
 
 int32_t llama_snapkv_n_cells(const struct llama_context * ctx, llama_seq_id seq_id) {
-    llama_kv_cache * kv = nullptr;
-
-    const auto status = snapkv_find_cache(*ctx, &kv);
-    if (!kv || status == LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY || seq_id < 0 || seq_id >= (llama_seq_id) ctx->n_seq_max()) {
+    const llama_kv_cache * kv = snapkv_get_cache(*ctx);
+    if (!kv || seq_id < 0 || seq_id >= (llama_seq_id) ctx->n_seq_max()) {
         return -1;
     }
 
@@ -565,13 +593,20 @@ int64_t llama_snapkv_get_scores(struct llama_context * ctx, llama_seq_id seq_id,
         return -1;
     }
 
-    const auto status = snapkv_compute_scores(*ctx, *snapkv, seq_id, order, n_window, { (uint32_t) i }, [&](uint32_t, std::vector<float> scores) {
-        std::copy(scores.begin(), scores.end(), out);
+    snapkv->generation++;
+
+    const auto status = snapkv_try([&]() {
+        return snapkv_compute_scores(*ctx, *snapkv, seq_id, order, n_window, { (uint32_t) i }, [&](uint32_t, std::vector<float> scores) {
+            std::copy(scores.begin(), scores.end(), out);
+        });
     });
 
-    snapkv_reserve(*ctx);
+    if (status != GGML_STATUS_SUCCESS) {
+        snapkv_reserve(*ctx);
+        return -1;
+    }
 
-    return status == GGML_STATUS_SUCCESS ? (int64_t) n_res : -1;
+    return n_res;
 }
 
 // rows as stored, [n_cells, n_head_kv, bytes per head]

@@ -49,6 +49,7 @@ extern "C" {
         LLAMA_SNAPKV_STATUS_NOT_EMPTY              = -15, // llama_snapkv_init() on a context that already holds tokens
 
         // failures
+        LLAMA_SNAPKV_STATUS_FAILED_RESERVE         = -19, // llama_snapkv_init() ran out of memory
         LLAMA_SNAPKV_STATUS_ABORTED                = -20, // the abort callback stopped the scores, nothing was changed
         LLAMA_SNAPKV_STATUS_FAILED_COMPUTE         = -21, // the scores could not be computed, nothing was changed
         LLAMA_SNAPKV_STATUS_SEQUENCE_LOST          = -22, // stopped in the middle of the moves, the sequence was removed: decode it again
@@ -110,6 +111,7 @@ extern "C" {
 
     // start to capture queries, allocates the query ring in the memory of each layer's device
     // the context must hold no tokens; can be called again on an emptied context to change the parameters
+    // if it is refused, the context is as without it
     // from then on llama_memory_can_shift() is false
     LLAMA_API enum llama_snapkv_status llama_snapkv_init(struct llama_context * ctx, struct llama_snapkv_params params);
 
@@ -125,7 +127,7 @@ extern "C" {
     // cells of the sequence in the compacted cache
     LLAMA_API int32_t llama_snapkv_n_cells(const struct llama_context * ctx, llama_seq_id seq_id);
 
-    // the position that the kept cells before the window share, -1 if the sequence is whole
+    // the position that the kept cells before the window share, -1 if the sequence is whole or SnapKV is not enabled
     // positions at or below it cannot be removed without removing the whole sequence
     LLAMA_API llama_pos llama_snapkv_frontier(const struct llama_context * ctx, llama_seq_id seq_id);
 
@@ -164,7 +166,7 @@ extern "C" {
     // attention sinks of layer i, F32 [n_head]; 0 if it has none
     LLAMA_API int32_t llama_snapkv_get_sinks(struct llama_context * ctx, int32_t i, float * out, int32_t n_max);
 
-    // version of this interface, and the marks of the patches compiled in, separated by spaces
+    // name and version of this interface, and the mark of its patches in llama.cpp's sources
     LLAMA_API const char * llama_snapkv_build_info(void);
 
 #ifdef __cplusplus

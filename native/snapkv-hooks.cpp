@@ -78,7 +78,7 @@ namespace {
 
 // rows of the query ring that the tokens of the ubatch are written to
 struct llm_graph_input_snapkv : public llm_graph_input_i {
-    llm_graph_input_snapkv(llama_snapkv * snapkv, ggml_tensor * rows) : snapkv(snapkv), rows(rows) {}
+    llm_graph_input_snapkv(llama_snapkv * snapkv, ggml_tensor * rows) : snapkv(snapkv), rows(rows), generation(snapkv->generation) {}
 
     void set_input(const llama_ubatch * ubatch) override {
         std::vector<int64_t> data(ubatch->n_tokens);
@@ -87,12 +87,14 @@ struct llm_graph_input_snapkv : public llm_graph_input_i {
     }
 
     bool can_reuse(const llm_graph_params & params) override {
-        return rows->ne[0] == params.ubatch.n_tokens;
+        return rows->ne[0] == params.ubatch.n_tokens && generation == snapkv->generation;
     }
 
     llama_snapkv * snapkv;
 
     ggml_tensor * rows; // I64 [n_tokens]
+
+    const uint32_t generation;
 };
 
 }

@@ -129,6 +129,9 @@ struct llama_snapkv {
 
     const llama_snapkv_params params;
 
+    // raised by whatever resets the scheduler: graphs that were built before are not used again
+    uint32_t generation = 0;
+
     const uint32_t n_ring; // rows per sequence
 
     std::vector<layer> layers;                // by index in the cache

@@ -34,6 +34,7 @@ class Status(IntEnum):
     UNSUPPORTED_SHARED_KV = -13
     UNSUPPORTED_BIAS = -14
     NOT_EMPTY = -15
+    FAILED_RESERVE = -19
     ABORTED = -20
     FAILED_COMPUTE = -21
     SEQUENCE_LOST = -22
@@ -137,7 +138,15 @@ class SnapKVError(RuntimeError):
 
 lib = _lib.load()
 
-_ctx = ctypes.c_void_p
+
+class _ctx(ctypes.c_void_p):
+    @classmethod
+    def from_param(cls, value: Any) -> Any:
+        if not value:
+            raise ValueError("the context was closed")
+        return ctypes.c_void_p.from_param(value)
+
+
 _seq = ctypes.c_int32
 _i32 = ctypes.c_int32
 _i32_p = ctypes.POINTER(ctypes.c_int32)

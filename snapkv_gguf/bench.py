@@ -23,8 +23,12 @@ from .config import SnapKV
 from .llama import Llama
 from .prompt import Vocabulary
 
+import llama_cpp  # isort: skip
+
 # a random 1B model with a 32K context, written on first use
 RANDOM_1B = "random-1b"
+
+_MIN_TEXT = 256  # tokens, of which fewer may be used
 
 _BLOCK = 8  # tokens that one context decodes before the next takes over
 
@@ -89,6 +93,11 @@ def bytes_per_cell(llm: Llama) -> int:
     )
 
 
+def compacts_all_layers(llm: Llama) -> bool:
+    """Whether there are no layers that a pass leaves alone, such as those with a sliding window."""
+    return len(_capi.layers(llm.ctx)) == int(llama_cpp.llama_model_n_layer(llm._model.model))
+
+
 def _row(ggml_type: int, n: int) -> int:
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(ggml_type)]
     return int(n // block * size)
@@ -120,7 +129,7 @@ def measure(
             raise ValueError(f"depth {n} is within the budget of {config.resolve(n).budget} cells, nothing to compact")
     n_needed = max(depths) + n_decode
     with Vocabulary(model_path) as vocabulary:
-        tokens = vocabulary.plain(haystack.build(n_needed, 0, vocabulary.count).text)
+        tokens = vocabulary.plain(haystack.build(max(n_needed, _MIN_TEXT), 0, vocabulary.count).text)
     while len(tokens) < n_needed:  # whole paragraphs leave a rest
         tokens += tokens[1:]
 

@@ -8,8 +8,10 @@ Ctrl-C, 141 if the reader of the output went away.
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -21,12 +23,15 @@ from rich.table import Column, Table
 
 from . import __version__, _lib
 from . import answer as answers
-from .config import SnapKV
+from .config import MAX_CELLS, MAX_WINDOW, SnapKV
 from .terminal import Bar, err, guarded, out, set_debug, show
 
 if TYPE_CHECKING:
     from .bench import Depth
     from .llama import Llama
+    from .prompt import Vocabulary
+
+_MAX_INT, _MAX_UINT = 2**31 - 1, 2**32 - 1  # of the fields in llama.cpp
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 
@@ -45,7 +50,15 @@ Budget = Annotated[
     typer.Option("--budget", "-B", help="Cells to keep, or a share of the prompt.", rich_help_panel="SnapKV"),
 ]
 Window = Annotated[
-    int, typer.Option("--window", "-W", help="Last tokens whose queries score the others.", rich_help_panel="SnapKV")
+    int,
+    typer.Option(
+        "--window",
+        "-W",
+        min=1,
+        max=MAX_WINDOW,
+        help="Last tokens whose queries score the others.",
+        rich_help_panel="SnapKV",
+    ),
 ]
 Kernel = Annotated[int, typer.Option("--kernel", help="Pooling width, odd.", rich_help_panel="SnapKV")]
 PoolOption = Annotated[str, typer.Option("--pool", help="max or avg.", rich_help_panel="SnapKV")]
@@ -55,14 +68,18 @@ Recent = Annotated[
 ]
 Paper = Annotated[
     bool,
-    typer.Option("--paper", help="The paper's setting, at --budget cells.", rich_help_panel="SnapKV"),
+    typer.Option("--paper", help="The paper's setting, at --budget cells, instead of the options above.", rich_help_panel="SnapKV"),
 ]
 Threads = Annotated[int, typer.Option("--threads", "-t", min=1, help="CPU threads.", rich_help_panel="Engine")]
 Batch = Annotated[
-    int, typer.Option("--batch-size", "-b", min=1, help="Tokens per batch of the prompt.", rich_help_panel="Engine")
+    int, typer.Option(
+        "--batch-size", "-b", min=1, max=MAX_CELLS, help="Tokens per batch of the prompt.", rich_help_panel="Engine"
+    )
 ]
 Ubatch = Annotated[
-    int, typer.Option("--ubatch-size", "-ub", min=1, help="Tokens computed at once.", rich_help_panel="Engine")
+    int, typer.Option(
+        "--ubatch-size", "-ub", min=1, max=MAX_CELLS, help="Tokens computed at once.", rich_help_panel="Engine"
+    )
 ]
 TypeK = Annotated[str, typer.Option("--type-k", help=f"K cache: {', '.join(CACHE_TYPES)}.", rich_help_panel="Engine")]
 TypeV = Annotated[str, typer.Option("--type-v", help="V cache, the same types.", rich_help_panel="Engine")]
@@ -70,7 +87,7 @@ FlashAttn = Annotated[
     bool, typer.Option("--flash-attn/--no-flash-attn", help="Flash attention.", rich_help_panel="Engine")
 ]
 GpuLayers = Annotated[
-    int, typer.Option("--ngl", help="Layers on the GPU, -1 for all.", rich_help_panel="Engine", min=-1)
+    int, typer.Option("--ngl", help="Layers on the GPU, -1 for all.", rich_help_panel="Engine", min=-1, max=_MAX_INT)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
@@ -103,6 +120,7 @@ def _options(
 @app.command(no_args_is_help=True)
 @guarded
 def run(
+    ctx: typer.Context,
     model: ModelOption,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt.")] = None,
     file: Annotated[
@@ -118,11 +136,11 @@ def run(
     recent: Recent = str(_DEFAULT.recent),
     paper: Paper = False,
     n_ctx: Annotated[
-        int, typer.Option("--ctx-size", "-c", min=0, help="Context; 0 fits the prompt and the answer.")
+        int, typer.Option("--ctx-size", "-c", min=0, max=MAX_CELLS, help="Context; 0 fits the prompt and the answer.")
     ] = 0,
-    n_predict: Annotated[int, typer.Option("--n-predict", "-n", min=1, help="Longest answer in tokens.")] = 256,
+    n_predict: Annotated[int, typer.Option("--n-predict", "-n", min=1, max=MAX_CELLS, help="Longest answer in tokens.")] = 256,
     temp: Annotated[float, typer.Option("--temp", min=0, help="Temperature, 0 for greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=_MAX_UINT, help="Of the sampling.")] = 0,
     threads: Threads = _CPUS,
     batch: Batch = 512,
     ubatch: Ubatch = 512,
@@ -133,7 +151,7 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Answer a prompt; the answer goes to standard output, statistics to standard error."""
-    config = None if no_snapkv else _settings(budget, window, kernel, pool, recent, paper)
+    config = None if no_snapkv else _settings(ctx, budget, window, kernel, pool, recent, paper)
     engine = _engine(threads, batch, ubatch, type_k, type_v, flash_attn, ngl)
     text = _prompt_text(prompt, file, question)
     path = _model_path(model)
@@ -142,6 +160,7 @@ def run(
 
     with Vocabulary(path) as vocabulary:
         tokens = vocabulary.plain(text) if raw or not vocabulary.has_chat_template else vocabulary.chat(text)
+        _warn_of_length(len(tokens), vocabulary)
     n_ctx = n_ctx or _round_up(len(tokens) + n_predict + 1)
     llm = _load(path, config, n_ctx, engine)
 
@@ -163,6 +182,7 @@ def run(
 @app.command()
 @guarded
 def demo(
+    ctx: typer.Context,
     model: ModelOption = "smollm2",
     n_tokens: Annotated[int, typer.Option("--tokens", min=256, help="Length of the text in tokens.")] = 4000,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the text, the code and its place.")] = 1,
@@ -182,17 +202,18 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Hide a code in a long real text and ask for it, with the full cache and with SnapKV."""
-    config = _settings(budget, window, kernel, pool, recent, paper)
+    config = _settings(ctx, budget, window, kernel, pool, recent, paper)
     engine = _engine(threads, batch, ubatch, type_k, type_v, flash_attn, ngl)
     path = _model_path(model)
 
     from . import haystack
-    from .bench import bytes_per_cell
+    from .bench import bytes_per_cell, compacts_all_layers
     from .prompt import Vocabulary
 
     with Vocabulary(path) as vocabulary:
         text = haystack.build(n_tokens, seed, vocabulary.count)
         tokens = text.prompt(vocabulary)
+        _warn_of_length(len(tokens), vocabulary)
     found: dict[str, answers.Answer] = {}
     rates = {}
     for name, snapkv in (("full cache", None), ("SnapKV", config)):
@@ -202,6 +223,7 @@ def demo(
         rates[name] = answers.decode_rate(llm, _DEMO_DECODE)
         if snapkv is not None:
             per_cell = bytes_per_cell(llm)
+            layers = "" if compacts_all_layers(llm) else " (compacted layers)"
         llm.close()
 
     if as_json:
@@ -233,7 +255,7 @@ def demo(
     row("compaction", lambda a: "-" if a.pass_ms is None else f"{a.pass_ms:.0f} ms")
     table.add_row("decode", *(f"{rate:.1f} tokens/s" for rate in rates.values()))
     row("KV cells in use", lambda a: str(a.kv_cells))
-    row("KV cache in use", lambda a: f"{a.kv_cells * per_cell / 2**20:.1f} MiB")
+    row(f"KV cache in use{layers}", lambda a: f"{a.kv_cells * per_cell / 2**20:.1f} MiB")
     out.print(table)
 
 
@@ -265,6 +287,7 @@ def info(
 @app.command()
 @guarded
 def bench(
+    ctx: typer.Context,
     model: Annotated[
         str, typer.Option("--model", "-m", help="A GGUF file, smollm2, gemma3, or random-1b, which is written first.")
     ] = "smollm2",
@@ -272,7 +295,7 @@ def bench(
         str, typer.Option("--depths", help="Prompt lengths, separated by commas; the default depends on the model.")
     ] = "",
     repeat: Annotated[int, typer.Option("--repeat", "-r", min=1, help="Repetitions; medians are reported.")] = 5,
-    n_decode: Annotated[int, typer.Option("--n-predict", "-n", min=8, help="Tokens decoded each time.")] = 64,
+    n_decode: Annotated[int, typer.Option("--n-predict", "-n", min=8, max=MAX_CELLS, help="Tokens decoded each time.")] = 64,
     budget: Budget = str(_DEFAULT.budget),
     window: Window = _DEFAULT.window,
     kernel: Kernel = _DEFAULT.kernel,
@@ -291,7 +314,7 @@ def bench(
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a plot to this file.", dir_okay=False)] = None,
 ) -> None:
     """Measure the cost of capture and pass, and the speed of decoding, in one process."""
-    config = _settings(budget, window, kernel, pool, recent, paper)
+    config = _settings(ctx, budget, window, kernel, pool, recent, paper)
     engine = _engine(threads, batch, ubatch, type_k, type_v, flash_attn, ngl)
     _check_outputs(json_file, plot_file)
 
@@ -408,10 +431,16 @@ def _check_outputs(*files: Path | None) -> None:
             raise typer.BadParameter(f"{file}: no such directory: {file.absolute().parent}")
 
 
-def _settings(budget: str, window: int, kernel: int, pool: str, recent: str, paper: bool) -> SnapKV:
+def _settings(
+    ctx: typer.Context, budget: str, window: int, kernel: int, pool: str, recent: str, paper: bool
+) -> SnapKV:
     try:
         cells = _cells("--budget", budget)
         if paper:
+            given = [name for name in ("window", "kernel", "pool", "recent") if _is_given(ctx, name)]
+            if given:
+                options = ", ".join(f"--{name}" for name in given)
+                raise typer.BadParameter(f"--paper sets {options} itself: leave out the one or the other")
             return SnapKV.paper(cells)
         return SnapKV(
             budget=cells,
@@ -422,6 +451,11 @@ def _settings(budget: str, window: int, kernel: int, pool: str, recent: str, pap
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _cells(option: str, text: str) -> int | float:
@@ -469,16 +503,30 @@ def _cache_type(option: str, name: str) -> int:
 def _prompt_text(prompt: str | None, file: str | None, question: str | None) -> str:
     if prompt is not None and file is not None:
         raise typer.BadParameter("give --prompt or --file, not both")
-    if file == "-":
-        text = sys.stdin.read()
-    elif file is not None:
-        text = Path(file).read_text(encoding="utf-8")
+    # what is not UTF-8 in an argument comes as surrogates
+    for option, argument in (("--prompt", prompt), ("--question", question)):
+        if argument is not None and re.search("[\ud800-\udfff]", argument):
+            raise ValueError(f"{option}: must be UTF-8")
+    if file is not None:
+        try:
+            text = _stdin() if file == "-" else Path(file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            name = "standard input" if file == "-" else file
+            raise ValueError(f"{name}: must be UTF-8, but for {error.reason} at byte {error.start}") from error
     else:
         text = prompt or ""
     joined = "\n\n".join(part for part in (text, question or "") if part)
     if not joined.strip():
         raise typer.BadParameter("the prompt is empty: give --prompt, --file or --question")
     return joined
+
+
+def _stdin() -> str:
+    if sys.stdin is None:
+        raise OSError("standard input is closed")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # whatever the locale
+    return sys.stdin.read()
 
 
 def _model_path(model: str) -> Path:
@@ -506,6 +554,17 @@ def _load(path: Path, config: SnapKV | None, n_ctx: int, engine: dict[str, Any])
 
 
 # what a user sees
+
+
+def _warn_of_length(n_tokens: int, vocabulary: Vocabulary) -> None:
+    n = vocabulary.n_ctx_train
+    if 0 < n < n_tokens:
+        err.print(
+            f"snapkv: warning: the prompt has {n_tokens} tokens, the model was trained for {n}: its answer may be useless",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def _model_facts(path: Path, window: int) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 
 Pool = Literal["max", "avg"]
 
-# llama_snapkv_params holds unsigned 32-bit numbers, positions in llama.cpp are signed
-MAX_CELLS = 2**31 - 1
+# of budget, recent and kernel, the same as in the library
+MAX_CELLS = 2**30
 
 # the query ring takes window * n_head * head size * 4 bytes per layer and sequence
 MAX_WINDOW = 4096
@@ -33,8 +33,8 @@ class SnapKV:
     """What a pass keeps (Li et al., 2024, arXiv:2404.14469, section 4).
 
     Attributes:
-        budget: Cells a sequence keeps, the recent part included: a number of cells (int, > window), or a
-            share of the prompt (float, 0 < budget < 1).
+        budget: Cells a sequence keeps, the recent part included: a number of cells (int, > window, at most
+            2**30), or a share of the prompt (float, 0 < budget < 1).
         window: Last prompt tokens whose queries score the others, 1 <= window < budget, at most 4096.
         kernel: Width of the pooling over neighbouring cells, odd.
         pool: ``"max"`` or ``"avg"``. Averages are zero padded and always divided by ``kernel``.
@@ -81,8 +81,10 @@ class SnapKV:
                 f"recent={recent}: a float is a share of the budget, 0 <= recent < 1; "
                 "give a number of cells as an int, such as recent=512"
             )
-        if isinstance(recent, int) and recent != 0 and not window <= recent <= MAX_CELLS:
-            raise ValueError(f"recent={recent}: must be 0 (the window only) or at least window={window} cells")
+        if isinstance(recent, int) and recent != 0 and not window <= recent < MAX_CELLS:
+            raise ValueError(
+                f"recent={recent}: must be 0 (the window only), or at least window={window} and less than {MAX_CELLS} cells"
+            )
         if isinstance(recent, int) and isinstance(budget, int) and recent >= budget:
             raise ValueError(
                 f"recent={recent}: must be less than budget={budget}, else nothing is left to select; "

@@ -46,12 +46,15 @@ class Haystack:
 
 
 def build(n_tokens: int, seed: int, count: Callable[[str], int]) -> Haystack:
-    """Whole paragraphs, as many as go into ``n_tokens``.
+    """Whole paragraphs, as many as go into ``n_tokens``, or the beginning of one if there is no room for all of it.
 
     Args:
         n_tokens: Length of the text in tokens.
         seed: The same seed gives the same text.
         count: Tokens of a text.
+
+    Raises:
+        ValueError: No room for the sentence that is hidden.
     """
     rng = random.Random(seed)
     paragraphs = _paragraphs()
@@ -63,14 +66,23 @@ def build(n_tokens: int, seed: int, count: Callable[[str], int]) -> Haystack:
     chosen: list[str] = []
     ends: list[int] = []  # tokens up to the end of each paragraph
     total = count(needle)
+    if total > n_tokens:
+        raise ValueError(f"n_tokens={n_tokens}: must be at least {total}, for the sentence that is hidden")
     while total < n_tokens:
         paragraph = paragraphs[len(chosen) % len(paragraphs)]
         total += count(f"{paragraph}\n\n")
         chosen.append(paragraph)
         ends.append(total)
     if total > n_tokens:
-        chosen.pop()
+        total -= count(f"{chosen.pop()}\n\n")
         ends.pop()
+    if not chosen:
+        words = paragraphs[0].split()
+        while words and total + count(f"{' '.join(words)}\n\n") > n_tokens:
+            words.pop()
+        if words:
+            chosen.append(" ".join(words))
+            ends.append(n_tokens)
     before = sum(end <= depth * n_tokens for end in ends)
     text = "\n\n".join([*chosen[:before], needle, *chosen[before:]])
     return Haystack(text=text, code=code, depth=depth, seed=seed)

@@ -88,6 +88,9 @@ class Llama(llama_cpp.Llama):
     n_tokens: int
     _requires_eval: bool
 
+    # of an instance whose arguments were refused: it is closed all the same
+    _stack = contextlib.ExitStack()
+
     def __init__(
         self,
         model_path: str,
@@ -95,14 +98,14 @@ class Llama(llama_cpp.Llama):
         snapkv: SnapKV | Mapping[str, Any] | bool | None = None,
         **kwargs: Any,
     ) -> None:
-        # close() runs when a failed instance is deleted
-        self._stack = contextlib.ExitStack()
         self.snapkv = SnapKV.coerce(snapkv)
         self._stats: SnapKVStats | None = None
         # tokens that the kept cells were chosen for; a prompt that does not begin with all of them starts anew
         self._prompt_end = 0
         # their last logits, computed before the pass
         self._prompt_logits: npt.NDArray[np.float32] | None = None
+        # the settings of that pass
+        self._prompt_config: SnapKV | None = None
         if self.snapkv is not None and kwargs.get("embedding"):
             raise ValueError(
                 "embedding=True and snapkv exclude each other: an embedding needs no cache after its prompt; "
@@ -138,8 +141,11 @@ class Llama(llama_cpp.Llama):
     @property
     def kv_cells(self) -> int:
         """KV cells in use, each one a row of K and V in every layer and KV head that is compacted."""
-        if self.snapkv is not None:
-            return _capi.n_cells(self.ctx, 0)
+        if self.n_tokens == 0:
+            return 0  # what is left of earlier tokens goes with the next evaluation
+        n_cells = _capi.n_cells(self.ctx, 0)
+        if n_cells >= 0:
+            return n_cells
         last = int(llama_cpp.llama_memory_seq_pos_max(self._ctx.memory, 0))
         first = int(llama_cpp.llama_memory_seq_pos_min(self._ctx.memory, 0))
         return last - first + 1 if last >= 0 else 0
@@ -213,9 +219,9 @@ class Llama(llama_cpp.Llama):
             return Status.INVALID_PARAMS, SnapKVStats(self.n_tokens, n_cells, n_cells, reason=reason)
 
         logits = self._last_logits()
-        before = (self._prompt_end, self._prompt_logits)
+        before = (self._prompt_end, self._prompt_logits, self._prompt_config)
         # set first: if Ctrl-C comes in between, the prompt is evaluated again, nothing worse
-        self._prompt_end, self._prompt_logits = self.n_tokens, None
+        self._prompt_end, self._prompt_logits, self._prompt_config = self.n_tokens, None, config
         status, stats = _capi.compact(self.ctx, 0, _capi.Params.of(settings))
         if status is Status.SEQUENCE_LOST:
             self.reset()
@@ -223,7 +229,7 @@ class Llama(llama_cpp.Llama):
         if status is Status.OK:
             self._prompt_logits = logits
             return status, self._read(stats)
-        self._prompt_end, self._prompt_logits = before
+        self._prompt_end, self._prompt_logits, self._prompt_config = before
         return status, SnapKVStats(self.n_tokens, n_cells, n_cells, reason=_reason(status, n_cells, settings))
 
     def _read(self, stats: _capi.Stats) -> SnapKVStats:
@@ -244,6 +250,7 @@ class Llama(llama_cpp.Llama):
     def _forget(self) -> None:
         self._prompt_end = 0
         self._prompt_logits = None
+        self._prompt_config = None
 
     def _last_logits(self) -> npt.NDArray[np.float32] | None:
         view = self._logits_view()
@@ -258,10 +265,14 @@ class Llama(llama_cpp.Llama):
     def _prepare_prefix(self, snapkv: SnapKV, tokens: Sequence[int]) -> None:
         """Cut what is cached to the part that the prompt may go on from; llama_cpp's generate() finds it there."""
         n = len(tokens)
+        if self._prompt_config not in (None, snapkv):
+            self.reset()  # a state that was compacted with other settings, or compact() with others
         n_shared = self.longest_token_prefix(self.input_ids[: self.n_tokens].tolist(), tokens)
         if n_shared == n == self.n_tokens and not self._requires_eval:
             return  # to be sampled from at once
-        if n_shared == n == self._prompt_end and self._restore_prompt():
+        if n_shared == n == self._prompt_end:
+            if not self._restore_prompt():
+                self.reset()  # a replay of the last token would not give its exact logits
             return
         # evaluate at least one token, for its logits, and of a prompt to be compacted at least a window, for its
         # queries: those of generated and of restored tokens are not the prompt's
@@ -271,18 +282,25 @@ class Llama(llama_cpp.Llama):
         if n_shared < self._prompt_end or (n_kept < self.n_tokens and self._swa_evicts()):
             self.reset()
         elif n_kept < self.n_tokens:
-            self.n_tokens = n_kept
             self._requires_eval = True
+            self.n_tokens = n_kept
 
     def _restore_prompt(self) -> bool:
         """Back to the moment after the pass: the last logits of the prompt, and no tokens after it."""
-        view = self._logits_view()
-        if view is None or self._prompt_logits is None or self._swa_evicts():
+        if self._prompt_logits is None or self._swa_evicts():
             return False
+        # interrupted here, or between the next lines, the prompt's last token counts as not evaluated
+        self._requires_eval = True
         if not self._ctx.kv_cache_seq_rm(-1, self._prompt_end, -1):
             return False
         self.n_tokens = self._prompt_end
-        view[:] = self._prompt_logits
+        # any token gives a row of logits to write to; it is taken back
+        self._batch.set_batch(batch=[0], n_past=self.n_tokens, logits_all=False)
+        self._ctx.decode(self._batch)
+        if not self._ctx.kv_cache_seq_rm(-1, self._prompt_end, -1):
+            return False
+        np.ctypeslib.as_array(self._ctx.get_logits_ith(-1), shape=(self._n_vocab,))[:] = self._prompt_logits
+        self._requires_eval = False
         return True
 
     def _swa_evicts(self) -> bool:
@@ -341,7 +359,7 @@ class Llama(llama_cpp.Llama):
     def save_state(self) -> llama_cpp.LlamaState:
         """llama_cpp.Llama.save_state(); after a pass the state holds the compacted cache."""
         state = super().save_state()
-        setattr(state, _STATE_PROMPT_END, self._prompt_end)
+        setattr(state, _STATE, (self._prompt_end, self._prompt_logits, self._prompt_config))
         return state
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
@@ -352,24 +370,29 @@ class Llama(llama_cpp.Llama):
                 prefix for complete.
             RuntimeError: The state does not fit this context; the context is empty then.
         """
-        prompt_end = int(getattr(state, _STATE_PROMPT_END, 0))
-        compacted = "the state was saved after a SnapKV pass and its prefix is not complete; create Llama with snapkv"
+        prompt_end, logits, config = getattr(state, _STATE, (0, None, None))
         if prompt_end > 0 and self.snapkv is None:
-            raise ValueError(compacted)
+            raise _CompactedState
         self._forget()
         try:
             super().load_state(state)
             if self.snapkv is None and self._prefix_is_gone():
-                raise ValueError(compacted)
+                raise _CompactedState
         except BaseException:
+            self.input_ids = np.zeros(self._n_ctx, dtype=np.intc)
             self.reset()
             self._ctx.kv_cache_clear()
             raise
+        # as long as this context, whatever the other one's was
+        ids = np.zeros(self._n_ctx, dtype=np.intc)
+        ids[: self.n_tokens] = self.input_ids[: self.n_tokens]
+        self.input_ids = ids
         if self.snapkv is not None:
             frontier = _capi.frontier(self.ctx, 0)
             if frontier >= 0:
                 # a state without our mark: its window is not known, at most as many tokens as were captured here
                 self._prompt_end = prompt_end or min(frontier + 1 + self.snapkv.window, self.n_tokens)
+                self._prompt_logits, self._prompt_config = logits, config
 
     def _prefix_is_gone(self) -> bool:
         # sliding-window and recurrent memories lose their beginning without a pass
@@ -382,8 +405,15 @@ class Llama(llama_cpp.Llama):
         return {**super().__getstate__(), "snapkv": self.snapkv}
 
 
-# attribute of a LlamaState: tokens that the kept cells were chosen for
-_STATE_PROMPT_END = "snapkv_prompt_end"
+# attribute of a LlamaState: _prompt_end, _prompt_logits and _prompt_config
+_STATE = "snapkv"
+
+
+class _CompactedState(ValueError, KeyError):
+    """Also a KeyError: llama_cpp's look-up in a cache of states takes it for a miss."""
+
+    def __str__(self) -> str:
+        return "the state was saved after a SnapKV pass and its prefix is not complete; create Llama with snapkv"
 
 
 def _reason(status: Status, n_cells: int, settings: ResolvedSnapKV) -> str:

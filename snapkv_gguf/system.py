@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from . import __version__, _capi, _lib
@@ -18,6 +20,7 @@ def describe() -> dict[str, Any]:
     return {
         "snapkv_gguf": __version__,
         "llama_cpp_python": _lib.LLAMA_CPP_PYTHON,
+        "llama_cpp_commit": llama_cpp_commit(),
         "python": platform.python_version(),
         "libraries": str(_lib.lib_dir()),
         "build": _capi.build_info(),
@@ -25,6 +28,21 @@ def describe() -> dict[str, Any]:
         "devices": devices(),
         "machine": {"os": platform.platform(), "cpu": _cpu(), "cpus": os.cpu_count()},
     }
+
+
+def llama_cpp_commit() -> str:
+    """The commit of llama.cpp that this version is pinned to, empty if its pin is not there."""
+    package = Path(__file__).parent
+    # installed, beside the libraries if they are another package's than this module; in a checkout
+    for pin in (
+        _lib.lib_dir().parent / "llama.cpp.toml",
+        package / "llama.cpp.toml",
+        package.parent / "vendor" / "llama.cpp.toml",
+    ):
+        if pin.is_file():
+            commit = re.search(r'^commit = "(\w+)"', pin.read_text(encoding="utf-8"), re.MULTILINE)
+            return commit[1] if commit else ""
+    return ""
 
 
 def _ggml() -> ctypes.CDLL:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, ParamSpec
 
 import typer
@@ -25,6 +29,10 @@ _llama_errors: list[str] = []
 _llama_log: Any = None
 _debug = False
 
+# delivers an interruption again that came at a bad moment
+_AGAIN_AFTER = 0.01  # seconds
+_again: threading.Timer | None = None
+
 P = ParamSpec("P")
 
 
@@ -38,12 +46,61 @@ def set_debug(debug: bool) -> None:
     _lib.load()
     import llama_cpp
 
-    def collect(level: int, text: bytes, _: Any) -> None:
-        if level == _GGML_LOG_LEVEL_ERROR:
-            _llama_errors.append(text.decode(errors="replace").strip())
-
-    _llama_log = llama_cpp.llama_log_callback(collect)
+    _llama_log = llama_cpp.llama_log_callback(_collect)
     llama_cpp.llama_log_set(_llama_log, None)
+
+
+def _collect(level: int, text: bytes, _: Any) -> None:
+    if level == _GGML_LOG_LEVEL_ERROR:
+        _llama_errors.append(text.decode(errors="replace").strip())
+
+
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    """Raises KeyboardInterrupt, but not where ctypes would swallow it: in a function that llama.cpp calls to log."""
+    global _again
+    if _again is not None:
+        _again.cancel()
+        _again = None
+    while frame is not None:
+        # ours, and with --debug the one of llama_cpp
+        if frame.f_code is _collect.__code__ or frame.f_globals.get("__name__") == "llama_cpp._logger":
+            _again = threading.Timer(_AGAIN_AFTER, signal.raise_signal, (number,))
+            _again.daemon = True
+            _again.start()
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C stops what runs in it, wherever it comes."""
+    global _again
+    # a handler that is not Python's stays, and so does none: a shell starts background jobs without
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+    signal.signal(signal.SIGINT, _on_interrupt)
+    try:
+        yield
+        if _again is not None:
+            raise KeyboardInterrupt
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if _again is not None:
+            _again.cancel()
+            _again = None
+
+
+def _check_streams() -> None:
+    # both are None if the file descriptor was closed when Python started
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # as long as the process
+    if sys.stdout is None:
+        raise OSError("standard output is closed")
 
 
 def guarded(command: Callable[P, None]) -> Callable[P, None]:
@@ -52,8 +109,10 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            command(*args, **kwargs)
-            sys.stdout.flush()
+            with _interruptible():
+                _check_streams()
+                command(*args, **kwargs)
+                sys.stdout.flush()
         except (typer.Exit, typer.BadParameter):
             raise
         except KeyboardInterrupt:

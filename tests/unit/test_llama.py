@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import pickle
 from collections.abc import Iterator
@@ -510,14 +511,72 @@ def test_a_state_goes_on_as_before(llm: Any, model_path: Path) -> None:
     assert say(other, changed) == say(make(model_path), changed)
 
 
-def test_a_restored_prompt_is_replayed(llm: Any, model_path: Path) -> None:
-    say(llm)
-    other = make(model_path)
-    other.load_state(llm.save_state())
+@pytest.mark.parametrize("seed", range(8))
+def test_a_restored_prompt_is_answered_from_its_exact_logits(seed: int, model_path: Path) -> None:
+    """In another instance, through pickle, without evaluating any of the prompt again."""
+    prompt = np.random.default_rng(seed).integers(3, 260, 200).tolist()
+    llm, other = make(model_path), make(model_path)
+    expected = say(llm, prompt)
+    other.load_state(pickle.loads(pickle.dumps(llm.save_state())))
     evaluated = Evaluated(other)
-    say(other)
-    assert evaluated.since() == 1 + N_ANSWER - 1
+    assert say(other, prompt) == expected
+    assert evaluated.since() == N_ANSWER - 1
     assert other.snapkv_stats.reason == "64 cells are within the budget of 64"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_same_prompt_after_an_interrupted_answer(seed: int, model_path: Path) -> None:
+    prompt = np.random.default_rng(seed).integers(3, 260, 200).tolist()
+    llm = make(model_path)
+    expected = say(llm, prompt)
+    decode, calls = llm._ctx.decode, iter([False, False, True])
+
+    def interrupted(batch: Any) -> None:
+        if next(calls, False):
+            raise KeyboardInterrupt
+        decode(batch)
+
+    llm._ctx.decode = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        say(llm, [*prompt, 7, 8])
+    llm._ctx.decode = decode
+    assert say(llm, prompt) == expected
+
+
+def test_a_state_compacted_with_other_settings(llm: Any, model_path: Path) -> None:
+    """It can be gone on from, but a prompt is not answered from what another budget kept."""
+    say(llm)
+    state = llm.save_state()
+    wide = SnapKV(budget=128, window=8, kernel=5)
+    other = make(model_path, wide)
+    other.load_state(state)
+    assert other.kv_cells == llm.kv_cells
+    assert say(other) == say(make(model_path, wide))
+    assert other.snapkv_stats.cells_after == 128
+
+
+def test_a_shared_cache_of_states(llm: Any, full: Any, model_path: Path) -> None:
+    """An instance without snapkv, or with another budget, takes a compacted state for a miss."""
+    from llama_cpp import LlamaRAMCache
+
+    cache = LlamaRAMCache()
+    wide = make(model_path, SnapKV(budget=128, window=8, kernel=5))
+    for instance in (llm, full, wide):
+        instance.set_cache(cache)
+    complete(llm)
+    for instance, config in ((full, None), (wide, wide.snapkv)):
+        assert complete(instance)["choices"] == complete(make(model_path, config))["choices"]
+
+
+def test_a_state_of_a_smaller_context(model_path: Path) -> None:
+    small, llm = make(model_path, n_ctx=512), make(model_path)
+    say(small)
+    llm.load_state(small.save_state())
+    long = TEXT + TEXT[::-1]
+    assert len(tokens_of(llm, long)) > 512
+    same = make(model_path)
+    say(same)
+    assert say(llm, long) == say(same, long)
 
 
 def test_a_restored_full_prefix_gets_a_whole_window(full: Any, model_path: Path) -> None:
@@ -536,7 +595,7 @@ def test_a_compacted_state_without_snapkv(marked: bool, llm: Any, full: Any, mod
     say(llm)
     state = llm.save_state()
     if not marked:
-        del state.snapkv_prompt_end
+        del state.snapkv
         other = make(model_path)
         other.load_state(state)
         changed = TEXT[:-4] + "!"
@@ -554,7 +613,7 @@ def test_a_state_that_does_not_fit(llm: Any, full: Any, model_path: Path) -> Non
     state.llama_state_size = len(state.llama_state)
     with pytest.raises(RuntimeError, match="Failed to set llama state data"):
         llm.load_state(state)
-    assert (llm.n_tokens, llm.kv_cells) == (0, 0)
+    assert (llm.n_tokens, llm.kv_cells, llm.input_ids.shape) == (0, 0, (1024,))
     assert say(llm) == say(make(model_path))
 
 
@@ -622,3 +681,21 @@ def test_a_kernel_wider_than_the_prefix(model_path: Path, full: Any) -> None:
     with pytest.warns(RuntimeWarning, match="kernel=101 is wider than the 83 cells before the window"):
         assert say(llm, prompt) == say(full, prompt)
     assert llm.kv_cells == 91 + N_ANSWER - 1
+
+
+def test_a_closed_instance(model_path: Path) -> None:
+    llm = make(model_path)
+    say(llm)
+    llm.close()
+    for use in (llm.compact, lambda: llm.kv_cells, lambda: llm.kept_positions(0, 0)):
+        with pytest.raises(ValueError, match="closed"):
+            use()
+
+
+def test_refused_arguments_leave_nothing_to_close(model_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from snapkv_gguf import Llama
+
+    with pytest.raises(TypeError):
+        Llama(str(model_path), True)  # type: ignore[misc]
+    gc.collect()
+    assert "Exception ignored" not in capfd.readouterr().err
