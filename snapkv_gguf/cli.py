@@ -68,18 +68,20 @@ Recent = Annotated[
 ]
 Paper = Annotated[
     bool,
-    typer.Option("--paper", help="The paper's setting, at --budget cells, instead of the options above.", rich_help_panel="SnapKV"),
+    typer.Option("--paper", help="The paper's window, kernel, pool and recent.", rich_help_panel="SnapKV"),
 ]
 Threads = Annotated[int, typer.Option("--threads", "-t", min=1, help="CPU threads.", rich_help_panel="Engine")]
 Batch = Annotated[
-    int, typer.Option(
+    int,
+    typer.Option(
         "--batch-size", "-b", min=1, max=MAX_CELLS, help="Tokens per batch of the prompt.", rich_help_panel="Engine"
-    )
+    ),
 ]
 Ubatch = Annotated[
-    int, typer.Option(
+    int,
+    typer.Option(
         "--ubatch-size", "-ub", min=1, max=MAX_CELLS, help="Tokens computed at once.", rich_help_panel="Engine"
-    )
+    ),
 ]
 TypeK = Annotated[str, typer.Option("--type-k", help=f"K cache: {', '.join(CACHE_TYPES)}.", rich_help_panel="Engine")]
 TypeV = Annotated[str, typer.Option("--type-v", help="V cache, the same types.", rich_help_panel="Engine")]
@@ -138,7 +140,9 @@ def run(
     n_ctx: Annotated[
         int, typer.Option("--ctx-size", "-c", min=0, max=MAX_CELLS, help="Context; 0 fits the prompt and the answer.")
     ] = 0,
-    n_predict: Annotated[int, typer.Option("--n-predict", "-n", min=1, max=MAX_CELLS, help="Longest answer in tokens.")] = 256,
+    n_predict: Annotated[
+        int, typer.Option("--n-predict", "-n", min=1, max=MAX_CELLS, help="Longest answer in tokens.")
+    ] = 256,
     temp: Annotated[float, typer.Option("--temp", min=0, help="Temperature, 0 for greedy.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, max=_MAX_UINT, help="Of the sampling.")] = 0,
     threads: Threads = _CPUS,
@@ -243,7 +247,7 @@ def demo(
         highlight=False,
         soft_wrap=True,
     )
-    table = Table("", *(Column(name, justify="right") for name in found))
+    table = Table(Column(no_wrap=True), *(Column(name, justify="right") for name in found))
 
     def row(label: str, cell: Callable[[answers.Answer], str]) -> None:
         table.add_row(label, *(cell(answer) for answer in found.values()))
@@ -295,7 +299,9 @@ def bench(
         str, typer.Option("--depths", help="Prompt lengths, separated by commas; the default depends on the model.")
     ] = "",
     repeat: Annotated[int, typer.Option("--repeat", "-r", min=1, help="Repetitions; medians are reported.")] = 5,
-    n_decode: Annotated[int, typer.Option("--n-predict", "-n", min=8, max=MAX_CELLS, help="Tokens decoded each time.")] = 64,
+    n_decode: Annotated[
+        int, typer.Option("--n-predict", "-n", min=8, max=MAX_CELLS, help="Tokens decoded each time.")
+    ] = 64,
     budget: Budget = str(_DEFAULT.budget),
     window: Window = _DEFAULT.window,
     kernel: Kernel = _DEFAULT.kernel,
@@ -431,9 +437,7 @@ def _check_outputs(*files: Path | None) -> None:
             raise typer.BadParameter(f"{file}: no such directory: {file.absolute().parent}")
 
 
-def _settings(
-    ctx: typer.Context, budget: str, window: int, kernel: int, pool: str, recent: str, paper: bool
-) -> SnapKV:
+def _settings(ctx: typer.Context, budget: str, window: int, kernel: int, pool: str, recent: str, paper: bool) -> SnapKV:
     try:
         cells = _cells("--budget", budget)
         if paper:
@@ -512,7 +516,7 @@ def _prompt_text(prompt: str | None, file: str | None, question: str | None) -> 
             text = _stdin() if file == "-" else Path(file).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             name = "standard input" if file == "-" else file
-            raise ValueError(f"{name}: must be UTF-8, but for {error.reason} at byte {error.start}") from error
+            raise ValueError(f"{name}: must be UTF-8 ({error.reason} at byte {error.start})") from error
     else:
         text = prompt or ""
     joined = "\n\n".join(part for part in (text, question or "") if part)
@@ -559,12 +563,8 @@ def _load(path: Path, config: SnapKV | None, n_ctx: int, engine: dict[str, Any])
 def _warn_of_length(n_tokens: int, vocabulary: Vocabulary) -> None:
     n = vocabulary.n_ctx_train
     if 0 < n < n_tokens:
-        err.print(
-            f"snapkv: warning: the prompt has {n_tokens} tokens, the model was trained for {n}: its answer may be useless",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        warning = f"the prompt has {n_tokens} tokens, the model was trained for {n}: its answer may be useless"
+        err.print(f"snapkv: warning: {warning}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _model_facts(path: Path, window: int) -> dict[str, Any]:
@@ -632,7 +632,10 @@ def _bench_table(results: list[Depth], model: str, config: SnapKV) -> Table:
 
 def main() -> None:
     """Entry point of the command."""
-    app(prog_name="snapkv")
+    try:
+        app(prog_name="snapkv")
+    except KeyboardInterrupt:  # before a command began, or after it
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

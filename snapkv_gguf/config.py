@@ -83,7 +83,8 @@ class SnapKV:
             )
         if isinstance(recent, int) and recent != 0 and not window <= recent < MAX_CELLS:
             raise ValueError(
-                f"recent={recent}: must be 0 (the window only), or at least window={window} and less than {MAX_CELLS} cells"
+                f"recent={recent}: must be 0 (the window only), or at least window={window} cells "
+                f"and less than {MAX_CELLS}"
             )
         if isinstance(recent, int) and isinstance(budget, int) and recent >= budget:
             raise ValueError(

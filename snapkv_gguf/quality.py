@@ -90,7 +90,7 @@ def parse_setting(name: str, budget: int) -> SnapKV:
     Raises:
         ValueError: Not of this form, or out of range.
     """
-    match = re.fullmatch(r"w(\d+)-(max|avg)(\d+)(?:-r([\d.]+))?", name)
+    match = re.fullmatch(r"w(\d+)-(max|avg)(\d+)(?:-r(\d+(?:\.\d*)?|\.\d+))?", name)
     if match is None:
         raise ValueError(f"setting {name!r}: must be {FULL!r}, {STREAM!r} or like 'w16-max21' or 'w16-max21-r0.5'")
     window, pool, kernel, recent = match.groups()

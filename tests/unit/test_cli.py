@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +74,15 @@ def test_run_streams_and_tells(model_path: Path, tmp_path: Path) -> None:
         (["--no-flash-attn", "--type-v", "q8_0"], "needs flash attention"),
         (["-p", " "], "the prompt is empty"),
         (["-f", "x"], "not both"),
+        (["-W", "100000"], "4096"),
+        (["-c", "4294967296"], "1073741824"),
+        (["-n", "5000000000"], "1073741824"),
+        (["-b", "4294967297"], "1073741824"),
+        (["-ub", "4294967297"], "1073741824"),
+        (["--ngl", "4294967296"], "2147483647"),
+        (["--seed", "4294967296"], "4294967295"),
+        (["--paper", "-W", "16"], "--paper sets --window itself"),
+        (["--paper", "--recent", "0", "--kernel", "21", "--pool", "max"], "--paper sets --kernel, --pool, --recent"),
         (["--nonsense"], "No such option"),
     ],
 )
@@ -78,6 +90,46 @@ def test_wrong_usage(arguments: list[str], told: str, model_path: Path) -> None:
     result = snapkv("run", "-m", model_path, "-p", TEXT, *arguments)
     assert result.exit_code == 2
     assert unboxed(told) in unboxed(result.stderr)
+
+
+def test_paper(model_path: Path) -> None:
+    result = snapkv("run", "-m", model_path, "-p", TEXT, "-n", "2", "--json", "--paper", "-B", "64")
+    assert json.loads(result.stdout)["settings"] == vars(SnapKV.paper(64))
+    for command in ("demo", "bench"):
+        refused = snapkv(command, "-m", model_path, "--paper", "--pool", "max")
+        assert refused.exit_code == 2
+        assert unboxed("--paper sets --pool itself") in unboxed(refused.stderr)
+
+
+def test_a_prompt_longer_than_the_model_was_trained_for(tmp_path: Path) -> None:
+    short = tiny.write_llama(tmp_path / "m.gguf", tiny.Shape(n_ctx=256))
+    told = "snapkv: warning: the prompt has 451 tokens, the model was trained for 256"
+    result = snapkv("run", "-m", short, "-p", TEXT, "-n", "2", *SETTINGS)
+    assert result.exit_code == 0, result.output
+    assert [line.startswith(told) for line in result.stderr.splitlines()] == [True, False]
+    assert "warning" not in snapkv("run", "-m", short, "-p", TEXT[:200], "-n", "2", *SETTINGS).stderr
+    demo = snapkv("demo", "-m", short, "--tokens", "400", "--json", *SETTINGS)
+    assert demo.exit_code == 0, demo.output
+    assert demo.stderr.count("the model was trained for 256") == 1
+
+
+def test_prompts_must_be_utf_8(model_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"hello \xff world")
+    run = [sys.executable, "-m", "snapkv_gguf.cli", "run", "-m", model_path, "-n", "2", *SETTINGS]
+    for arguments, stdin, told in (
+        (["-f", tmp_path / "text"], b"", f"{tmp_path / 'text'}: must be UTF-8"),
+        (["-f", "-"], b"a\xffb", "standard input: must be UTF-8"),
+        (["-p", b"a\xffb"], b"", "--prompt: must be UTF-8"),
+        (["-p", "a", "-q", b"\xff"], b"", "--question: must be UTF-8"),
+    ):
+        result = subprocess.run([*run, *arguments], input=stdin, capture_output=True)
+        assert result.returncode == 1
+        assert result.stderr.decode().startswith(f"snapkv: {told}")
+        assert result.stderr.count(b"\n") == 1
+    # whatever the locale
+    posix = {**os.environ, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    result = subprocess.run([*run, "--json", "-f", "-"], input="gr\u00fcn".encode(), capture_output=True, env=posix)
+    assert json.loads(result.stdout)["prompt_tokens"] == 1 + 5, result.stderr
 
 
 def test_errors_are_one_line(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +166,76 @@ def test_interruptions(
     assert "Traceback" not in result.output
 
 
+# Ctrl-C in the n-th call of the function that llama.cpp logs to, 0 for never
+INTERRUPTED = """
+import signal, sys
+from snapkv_gguf import cli
+
+def profile(frame, event, argument):
+    global at
+    if event == "call" and frame.f_code.co_name in ("_collect", "llama_log_callback"):
+        at -= 1
+        if at == 0:
+            signal.raise_signal(signal.SIGINT)
+
+at = int(sys.argv.pop(1))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it would be ignored
+if at:
+    sys.setprofile(profile)
+print("ready", flush=True)
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_ctrl_c_while_llama_logs(debug: bool, model_path: Path) -> None:
+    arguments = [*(["--debug"] if debug else []), "run", "-m", str(model_path), "-p", TEXT, *SETTINGS]
+    for at in ("1", "40", "100"):
+        result = subprocess.run([sys.executable, "-c", INTERRUPTED, at, *arguments], capture_output=True)
+        assert (at, result.returncode) == (at, 130)
+        assert b"Traceback" not in result.stderr
+        assert b"tokens decoded" not in result.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT for one process")
+@pytest.mark.parametrize("delay", [0.0, 0.2, 0.4, 0.5, 0.6, 0.7])
+def test_ctrl_c_at_any_time(delay: float, model_path: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, "0", "run", "-m", str(model_path), "-p", TEXT * 10, *SETTINGS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 or b"tokens decoded" in errors
+
+
+def test_ctrl_c_is_left_to_who_handles_it(model_path: Path) -> None:
+    def handler(*_: Any) -> None:
+        pass
+
+    for expected in (signal.SIG_IGN, handler, signal.default_int_handler):
+        before = signal.signal(signal.SIGINT, expected)
+        try:
+            assert snapkv("run", "-m", model_path, "-p", "a", "-n", "1", *SETTINGS).exit_code == 0
+            assert signal.getsignal(signal.SIGINT) is expected
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
+def test_closed_streams(model_path: Path) -> None:
+    run = [sys.executable, "-m", "snapkv_gguf.cli", "run", "-m", model_path, "-n", "2", *SETTINGS]
+    for redirection, arguments, code, told in (
+        (">&-", ["-p", TEXT], 1, "snapkv: standard output is closed\n"),
+        ("<&-", ["-f", "-"], 1, "snapkv: standard input is closed\n"),
+        ("2>&-", ["-p", TEXT], 0, ""),
+    ):
+        script = f'exec "$@" {redirection}'
+        result = subprocess.run(["sh", "-c", script, "sh", *run, *arguments], capture_output=True, text=True)
+        assert (result.returncode, result.stderr) == (code, told)
+
+
 def test_a_reader_that_goes_away(model_path: Path) -> None:
     code = "from snapkv_gguf.cli import main; main()"
     arguments = ["run", "-m", str(model_path), "-p", TEXT, "-n", "300", *SETTINGS]
@@ -127,7 +249,7 @@ def test_a_reader_that_goes_away(model_path: Path) -> None:
     assert errors == b""
 
 
-def test_demo(model_path: Path) -> None:
+def test_demo(model_path: Path, tmp_path: Path) -> None:
     result = snapkv("demo", "-m", model_path, "--tokens", "600", "--json", *SETTINGS)
     assert result.exit_code == 0, result.output
     answers = json.loads(result.stdout)
@@ -140,6 +262,9 @@ def test_demo(model_path: Path) -> None:
     assert table.exit_code == 0
     for row in ("answer", "prefill", "compaction", "decode", "KV cells in use", "KV cache in use"):
         assert row in table.stdout
+    assert "compacted layers" not in table.stdout
+    swa = snapkv("demo", "-m", tiny.write_gemma3(tmp_path / "m.gguf"), "--tokens", "600", *SETTINGS)
+    assert "KV cache in use (compacted layers)" in swa.stdout
 
 
 def test_info(model_path: Path, tmp_path: Path) -> None:
@@ -148,6 +273,13 @@ def test_info(model_path: Path, tmp_path: Path) -> None:
     facts = json.loads(snapkv("info", "-m", model_path, "--json").stdout)
     assert facts["llama_cpp_python"] == _lib.LLAMA_CPP_PYTHON
     assert "TAG_SNAPKV" in facts["build"]
+    pin = (Path(__file__).parents[2] / "vendor" / "llama.cpp.toml").read_text()
+    assert len(facts["llama_cpp_commit"]) == 40
+    assert f'"{facts["llama_cpp_commit"]}"' in pin
+    assert facts["llama_cpp_commit"] in snapkv("info").stdout
+    wide = snapkv("info", "-m", model_path, "-W", "100000")
+    assert wide.exit_code == 2
+    assert "4096" in wide.stderr
     assert "CPU" in facts["backends"]
     assert facts["devices"][0]["name"]
     assert facts["model"]["supported"] is True
@@ -181,6 +313,25 @@ def test_bench(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "nosuchdirectory" in unboxed(nowhere.stderr)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert "--plot needs matplotlib" in snapkv("bench", "-m", model_path, "--plot", tmp_path / "b.png").stderr
+    tiny_depth = (
+        "--depths",
+        "20",
+        "-B",
+        "18",
+        "-W",
+        "16",
+        "--recent",
+        "0",
+        "--kernel",
+        "1",
+        "-n",
+        "8",
+        "-r",
+        "1",
+        "-t",
+        "1",
+    )
+    assert snapkv("bench", "-m", model_path, *tiny_depth).exit_code == 0
     too_short = snapkv("bench", "-m", model_path, "--depths", "64", *SETTINGS)
     assert "depth 64 is within the budget of 64 cells" in too_short.stderr
 
@@ -210,6 +361,7 @@ def test_quality(model_path: Path, tmp_path: Path) -> None:
     assert markdown[0] == "| setting | right of 1, 64 cells |"
     assert markdown[1] == "| --- | ---: |"
     assert markdown[2].startswith("| full | ")
-    wrong = snapkv("quality", "-m", model_path, "--settings", "best")
-    assert wrong.exit_code == 1
-    assert "setting 'best': must be 'full', 'stream' or like 'w16-max21'" in wrong.stderr
+    for name in ("best", "w16-max21-r0.5.5", "w16-max21-r."):
+        wrong = snapkv("quality", "-m", model_path, "--settings", f"full,{name}")
+        assert wrong.exit_code == 1
+        assert f"setting {name!r}: must be 'full', 'stream' or like 'w16-max21'" in wrong.stderr

@@ -3,6 +3,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from snapkv_gguf import SnapKV
         ({"budget": 16}, ValueError, ("budget=16", "window=16", "raise the budget")),
         ({"budget": 0}, ValueError, ("budget=0",)),
         ({"budget": -1024}, ValueError, ("budget=-1024",)),
-        ({"budget": 2**31}, ValueError, ("budget=2147483648", "2147483647")),
+        ({"budget": 2**30 + 1}, ValueError, ("budget=1073741825", "1073741824")),
         ({"budget": 1024.0}, ValueError, ("budget=1024.0", "share of the prompt", "budget=1024")),
         ({"budget": 0.0}, ValueError, ("budget=0.0",)),
         ({"budget": 1.0}, ValueError, ("budget=1.0",)),
@@ -38,12 +40,13 @@ from snapkv_gguf import SnapKV
         ({"kernel": 4}, ValueError, ("kernel=4", "odd")),
         ({"kernel": 0}, ValueError, ("kernel=0",)),
         ({"kernel": -5}, ValueError, ("kernel=-5",)),
-        ({"kernel": 2**31 + 1}, ValueError, ("kernel=2147483649",)),
+        ({"kernel": 2**30 + 1}, ValueError, ("kernel=1073741825", "1073741824")),
         ({"kernel": 5.0}, TypeError, ("kernel=5.0",)),
         ({"kernel": False}, TypeError, ("kernel=False",)),
         ({"pool": "mean"}, ValueError, ("pool='mean'", "'max' or 'avg'")),
         ({"pool": None}, TypeError, ("pool=None",)),
         ({"recent": 15}, ValueError, ("recent=15", "window=16")),
+        ({"recent": 2**30, "budget": 0.5}, ValueError, ("recent=1073741824", "less than 1073741824")),
         ({"recent": -1}, ValueError, ("recent=-1",)),
         ({"recent": 1024}, ValueError, ("recent=1024", "budget=1024", "lower it")),
         ({"recent": 1.0}, ValueError, ("recent=1.0", "share of the budget")),
@@ -132,3 +135,32 @@ def test_presets_are_the_librarys() -> None:
         theirs["n_recent"] = theirs["n_recent"] or theirs["n_window"]  # 0 stands for the window
         assert ours == theirs
         assert _capi.params_check(params) == ""
+
+
+@pytest.mark.usefixtures("library")
+def test_the_largest_values_are_the_librarys() -> None:
+    from snapkv_gguf import _capi
+
+    for config in (
+        SnapKV(budget=2**30),
+        SnapKV(kernel=2**30 - 1),
+        SnapKV(budget=2**30, recent=2**30 - 1),
+        SnapKV(budget=0.5, recent=2**30 - 1),
+        SnapKV(budget=4097, window=4096),
+    ):
+        assert _capi.params_check(_capi.Params.of(config.resolve(1000))) == ""
+    for changed in ({"n_budget": 2**30 + 1}, {"n_kernel": 2**30 + 1}, {"n_window": 4097}):
+        params = _capi.default_params()
+        for name, value in changed.items():
+            setattr(params, name, value)
+        assert _capi.params_check(params) != ""
+
+
+def test_the_makefile_sets_what_the_documentation_says() -> None:
+    root = Path(__file__).parents[2]
+    told = re.findall(
+        r"^\| `(\w+)` .* set by the Makefile ", (root / "docs" / "environment.md").read_text(), re.MULTILINE
+    )
+    assert "SNAPKV_REQUIRE_LIB" in told
+    for name in told:
+        assert f"\nexport {name} := " in (root / "Makefile").read_text()

@@ -28,6 +28,17 @@ def test_haystack() -> None:
         assert before / 2000 == pytest.approx(text.depth, abs=0.1)
 
 
+def test_a_haystack_shorter_than_a_paragraph() -> None:
+    from snapkv_gguf import haystack
+
+    text = haystack.build(12, 1, count)
+    assert text.text.count(text.code) == 1
+    assert 10 <= count(text.text) <= 12
+    assert haystack.build(7, 1, count).text.startswith("Remember")
+    with pytest.raises(ValueError, match="n_tokens=6: must be at least 7"):
+        haystack.build(6, 1, count)
+
+
 def test_prompt_of_a_model_without_a_template(model_path: Path) -> None:
     from snapkv_gguf import haystack
     from snapkv_gguf.prompt import Vocabulary
