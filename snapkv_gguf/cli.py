@@ -350,7 +350,7 @@ def bench(
             "engine": engine,
             "repeat": repeat,
             "n_decode": n_decode,
-            "system": system.describe(),
+            "system": system.describe(paths=False),
             "results": benchmark.as_json(results),
         }
         json_file.write_text(json.dumps(document, indent=2) + "\n")
@@ -420,7 +420,7 @@ def quality(
             "command": sys.argv[1:],
             "model": path.name,
             "n_tokens": n_tokens,
-            "system": system.describe(),
+            "system": system.describe(paths=False),
             "answers": survey.as_json(answers),
             "texts": survey.as_json(texts),
         }

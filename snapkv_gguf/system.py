@@ -15,9 +15,13 @@ from . import __version__, _capi, _lib
 _DEVICE_TYPES = ("CPU", "GPU", "integrated GPU", "accelerator", "meta")
 
 
-def describe() -> dict[str, Any]:
-    """Versions, library path, build, backends, devices and machine, as JSON takes them."""
-    return {
+def describe(paths: bool = True) -> dict[str, Any]:
+    """Versions, library path, build, backends, devices and machine, as JSON takes them.
+
+    Args:
+        paths: Whether to name folders of this machine; results that are published need none.
+    """
+    facts = {
         "snapkv_gguf": __version__,
         "llama_cpp_python": _lib.LLAMA_CPP_PYTHON,
         "llama_cpp_commit": llama_cpp_commit(),
@@ -26,8 +30,11 @@ def describe() -> dict[str, Any]:
         "build": _capi.build_info(),
         "backends": backends(),
         "devices": devices(),
-        "machine": {"os": platform.platform(), "cpu": _cpu(), "cpus": os.cpu_count()},
+        "machine": {"os": platform.system(), "cpu": _cpu(), "cpus": os.cpu_count()},
     }
+    if not paths:
+        del facts["libraries"]
+    return facts
 
 
 def llama_cpp_commit() -> str:
