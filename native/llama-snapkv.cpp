@@ -206,9 +206,9 @@ enum llama_snapkv_status llama_snapkv_init(struct llama_context * ctx, struct ll
         return LLAMA_SNAPKV_STATUS_FAILED_RESERVE;
     }
 
-    // each layer adds a reshape, a set_rows and perhaps a cont
+    // each layer adds a reshape, a get_rows, a set_rows and perhaps a cont
     const auto * res = ctx->get_gf_res_reserve();
-    if (ggml_graph_n_nodes(res->get_gf()) + 4*(int64_t) kv->get_layer_ids().size() + 8 > res->get_max_nodes()) {
+    if (ggml_graph_n_nodes(res->get_gf()) + 5*(int64_t) kv->get_layer_ids().size() + 8 > res->get_max_nodes()) {
         LLAMA_LOG_ERROR("%s: the model's graph leaves no room to capture the queries\n", __func__);
         return LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY;
     }

@@ -76,24 +76,41 @@ size_t llama_snapkv::ring_size() const {
 
 namespace {
 
-// rows of the query ring that the tokens of the ubatch are written to
+// which queries of the ubatch go to which rows of the ring
 struct llm_graph_input_snapkv : public llm_graph_input_i {
-    llm_graph_input_snapkv(llama_snapkv * snapkv, ggml_tensor * rows) : snapkv(snapkv), rows(rows), generation(snapkv->generation) {}
+    llm_graph_input_snapkv(llama_snapkv * snapkv, ggml_context * ctx, uint32_t n_tokens) :
+            snapkv(snapkv), n_tokens(n_tokens), generation(snapkv->generation) {
+        const uint32_t n = snapkv->n_copies(n_tokens);
+
+        tokens = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n);
+        rows   = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, n);
+
+        ggml_set_input(tokens);
+        ggml_set_input(rows);
+        ggml_set_name(tokens, "snapkv_tokens");
+        ggml_set_name(rows,   "snapkv_rows");
+    }
 
     void set_input(const llama_ubatch * ubatch) override {
-        std::vector<int64_t> data(ubatch->n_tokens);
-        snapkv->ring_rows(*ubatch, data.data());
-        ggml_backend_tensor_set(rows, data.data(), 0, ggml_nbytes(rows));
+        std::vector<int32_t> data_tokens(tokens->ne[0]);
+        std::vector<int64_t> data_rows  (rows->ne[0]);
+
+        snapkv->ring_copies(*ubatch, data_tokens.data(), data_rows.data());
+
+        ggml_backend_tensor_set(tokens, data_tokens.data(), 0, ggml_nbytes(tokens));
+        ggml_backend_tensor_set(rows,   data_rows.data(),   0, ggml_nbytes(rows));
     }
 
     bool can_reuse(const llm_graph_params & params) override {
-        return rows->ne[0] == params.ubatch.n_tokens && generation == snapkv->generation;
+        return n_tokens == params.ubatch.n_tokens && generation == snapkv->generation;
     }
 
     llama_snapkv * snapkv;
 
-    ggml_tensor * rows; // I64 [n_tokens]
+    ggml_tensor * tokens; // I32 [n_copies]
+    ggml_tensor * rows;   // I64 [n_copies]
 
+    const uint32_t n_tokens;
     const uint32_t generation;
 };
 
@@ -112,17 +129,14 @@ void llama_snapkv::on_attn(const llm_graph_context & g, ggml_tensor * q, ggml_te
     }
 
     // all layers of a graph share the input
-    ggml_tensor * rows = nullptr;
-    for (const auto & inp : g.res->inputs) {
-        if (const auto * cur = dynamic_cast<const llm_graph_input_snapkv *>(inp.get())) {
-            rows = cur->rows;
+    const llm_graph_input_snapkv * inp = nullptr;
+    for (const auto & cur : g.res->inputs) {
+        if (const auto * found = dynamic_cast<const llm_graph_input_snapkv *>(cur.get())) {
+            inp = found;
         }
     }
-    if (!rows) {
-        rows = ggml_new_tensor_1d(g.ctx0, GGML_TYPE_I64, g.ubatch.n_tokens);
-        ggml_set_input(rows);
-        ggml_set_name(rows, "snapkv_rows");
-        g.res->add_input(std::make_unique<llm_graph_input_snapkv>(this, rows));
+    if (!inp) {
+        inp = static_cast<llm_graph_input_snapkv *>(g.res->add_input(std::make_unique<llm_graph_input_snapkv>(this, g.ctx0, g.ubatch.n_tokens)));
     }
 
     // the scale, the sinks and the soft-cap are known only here
@@ -136,13 +150,18 @@ void llama_snapkv::on_attn(const llm_graph_context & g, ggml_tensor * q, ggml_te
     dst.has_bias       = kq_b != nullptr;
 
     ggml_tensor * cur = ggml_is_contiguous(q) ? q : ggml_cont(g.ctx0, q);
-    cur = ggml_reshape_2d(g.ctx0, cur, dst.q->ne[0], rows->ne[0]);
+    cur = ggml_reshape_2d(g.ctx0, cur, dst.q->ne[0], q->ne[2]);
+    cur = ggml_get_rows  (g.ctx0, cur, inp->tokens);
 
-    ggml_build_forward_expand(g.gf, ggml_set_rows(g.ctx0, dst.q, cur, rows));
+    ggml_build_forward_expand(g.gf, ggml_set_rows(g.ctx0, dst.q, cur, inp->rows));
 }
 
-void llama_snapkv::ring_rows(const llama_ubatch & ubatch, int64_t * rows) {
-    const int64_t row_unused = (int64_t) n_ring*seqs.size();
+void llama_snapkv::ring_copies(const llama_ubatch & ubatch, int32_t * tokens, int64_t * rows) {
+    const uint32_t n = n_copies(ubatch.n_tokens);
+
+    // what is not needed goes to the last row
+    std::fill(tokens, tokens + n, 0);
+    std::fill(rows,   rows   + n, (int64_t) n_ring*seqs.size());
 
     // only the last n_ring positions of each sequence, so that no row is written twice
     std::vector<llama_pos> pos_max(seqs.size(), -1);
@@ -153,9 +172,8 @@ void llama_snapkv::ring_rows(const llama_ubatch & ubatch, int64_t * rows) {
         }
     }
 
+    uint32_t n_used = 0;
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
-        rows[i] = row_unused;
-
         const llama_seq_id seq_id = ubatch.seq_id[i][0];
         const llama_pos    pos    = ubatch.pos[i];
 
@@ -164,7 +182,15 @@ void llama_snapkv::ring_rows(const llama_ubatch & ubatch, int64_t * rows) {
             continue;
         }
 
-        rows[i] = ring_row(seq_id, pos);
+        // positions that occur twice in a ubatch can be more than the ring takes
+        if (n_used == n) {
+            break;
+        }
+
+        tokens[n_used] = i;
+        rows  [n_used] = ring_row(seq_id, pos);
+        n_used++;
+
         seqs[seq_id].ring[pos % n_ring] = pos;
     }
 }

@@ -6,7 +6,7 @@
 
 #include "ggml-cpp.h"
 
-#include <array>
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <unordered_map>
@@ -74,8 +74,11 @@ struct llama_snapkv {
     // capture
     //
 
-    // the rows of the ring that the tokens of the ubatch are written to, and remembers which positions they hold
-    void ring_rows(const llama_ubatch & ubatch, int64_t * rows);
+    // number of queries of a ubatch that are copied: as many as the ring can take
+    uint32_t n_copies(uint32_t n_tokens) const { return std::min<size_t>(n_tokens, n_ring*seqs.size()); }
+
+    // which tokens of the ubatch are copied to which rows of the ring, [n_copies], and remembers the positions of the rows
+    void ring_copies(const llama_ubatch & ubatch, int32_t * tokens, int64_t * rows);
 
     uint32_t ring_row(llama_seq_id seq_id, llama_pos pos) const { return seq_id*n_ring + pos % n_ring; }
 
