@@ -419,9 +419,9 @@ enum llama_snapkv_status llama_snapkv_compact(
         return snapkv_compute_moves(*ctx, *snapkv, seq_id, order, keep, dst);
     });
 
+    const auto sizes_after = snapkv_buffer_sizes(*ctx);
     for (size_t i = 0; i < sizes_before.size(); ++i) {
-        const size_t size = snapkv_buffer_sizes(*ctx)[i];
-        stats.n_bytes_grown += size > sizes_before[i] ? size - sizes_before[i] : 0;
+        stats.n_bytes_grown += sizes_after[i] > sizes_before[i] ? sizes_after[i] - sizes_before[i] : 0;
     }
 
     if (status != GGML_STATUS_SUCCESS) {
@@ -438,7 +438,7 @@ enum llama_snapkv_status llama_snapkv_compact(
     auto kept = std::make_shared<llama_snapkv::kept_positions>();
     for (uint32_t i = 0; i < n_layer; ++i) {
         for (uint32_t ih = 0; ih < keep[i].size(); ++ih) {
-            const auto positions = snapkv->get_positions(seq_id, i, ih);
+            const auto positions = snapkv->get_positions(seq_id, order, i, ih);
 
             auto & cur = kept->emplace_back();
             for (size_t j = 0; j < params.n_budget - n_tail && !positions.empty(); ++j) {
@@ -538,7 +538,7 @@ int32_t llama_snapkv_get_kept(const struct llama_context * ctx, llama_seq_id seq
         return -1;
     }
 
-    const auto positions = snapkv->get_positions(seq_id, i, ih);
+    const auto positions = snapkv->get_positions(seq_id, snapkv->get_order(seq_id), i, ih);
     if (n_max < (int32_t) positions.size()) {
         return -1;
     }

@@ -363,13 +363,13 @@ uint32_t llama_snapkv::get_n_queries(llama_seq_id seq_id, const std::vector<std:
     return res;
 }
 
-std::vector<llama_pos> llama_snapkv::get_positions(llama_seq_id seq_id, uint32_t i, uint32_t ih) const {
+std::vector<llama_pos> llama_snapkv::get_positions(llama_seq_id seq_id, const std::vector<std::pair<llama_pos, uint32_t>> & order, uint32_t i, uint32_t ih) const {
     const auto & seq = seqs[seq_id];
 
     std::vector<llama_pos> res;
 
     size_t n_merged = 0;
-    for (const auto & [pos, cell] : get_order(seq_id)) {
+    for (const auto & [pos, cell] : order) {
         res.push_back(pos);
         n_merged += pos <= seq.frontier;
     }

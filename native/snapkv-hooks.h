@@ -102,7 +102,7 @@ struct llama_snapkv {
     uint32_t get_n_queries(llama_seq_id seq_id, const std::vector<std::pair<llama_pos, uint32_t>> & order, uint32_t n_max) const;
 
     // original positions of the sequence's rows in (layer i, KV head ih), empty if not known
-    std::vector<llama_pos> get_positions(llama_seq_id seq_id, uint32_t i, uint32_t ih) const;
+    std::vector<llama_pos> get_positions(llama_seq_id seq_id, const std::vector<std::pair<llama_pos, uint32_t>> & order, uint32_t i, uint32_t ih) const;
 
     bool has_shared_cells(llama_seq_id seq_id) const;
 
