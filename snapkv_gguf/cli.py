@@ -260,7 +260,7 @@ def demo(
     table.add_row("decode", *(f"{rate:.1f} tokens/s" for rate in rates.values()))
     row("KV cells in use", lambda a: str(a.kv_cells))
     row(f"KV cache in use{layers}", lambda a: f"{a.kv_cells * per_cell / 2**20:.1f} MiB")
-    out.print(table)
+    show(table)
 
 
 @app.command()
@@ -285,7 +285,7 @@ def info(
     table = Table(show_header=False, box=None)
     for name, value in _flat(facts):
         table.add_row(name, value)
-    out.print(table, highlight=False)
+    show(table)
 
 
 @app.command()

@@ -131,10 +131,12 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
-def show(table: Table, markdown: bool) -> None:
-    """A table on standard output, for a terminal or as Markdown."""
+def show(table: Table, markdown: bool = False) -> None:
+    """A table on standard output, for a terminal or as Markdown; whole, however narrow the terminal is."""
     if not markdown:
-        out.print(table)
+        for column in table.columns:
+            column.overflow = "fold"
+        out.print(table, highlight=False)
         return
     rows = [[str(column.header) for column in table.columns]]
     rows.append(["---:" if column.justify == "right" else "---" for column in table.columns])
