@@ -1,6 +1,6 @@
 # what goes into the package: snapkv_gguf/lib and snapkv_gguf/licenses, all in the component "snapkv"
 
-set(targets llama mtmd llama-common llama-server-impl ggml ggml-base ${GGML_AVAILABLE_BACKENDS})
+set(targets llama mtmd llama-common llama-server-impl llama-cli-impl ggml ggml-base ${GGML_AVAILABLE_BACKENDS})
 foreach(target IN LISTS targets)
     # a wheel holds no symlinks: one file per library, no version in the SONAME
     set_property(TARGET ${target} PROPERTY VERSION)
@@ -9,7 +9,7 @@ foreach(target IN LISTS targets)
     set_property(TARGET ${target} PROPERTY PRIVATE_HEADER)
 endforeach()
 
-list(APPEND targets llama-server)
+list(APPEND targets llama-server llama-cli)
 if(TARGET ggml-rpc-server) # with GGML_RPC
     list(APPEND targets ggml-rpc-server)
 endif()

@@ -486,6 +486,32 @@ llama_pos llama_snapkv_frontier(const struct llama_context * ctx, llama_seq_id s
     return snapkv ? snapkv->seqs[seq_id].frontier : -1;
 }
 
+llama_pos llama_snapkv_pos_end(const struct llama_context * ctx, llama_seq_id seq_id) {
+    const auto * snapkv = snapkv_get(*ctx, seq_id);
+
+    return snapkv && snapkv->seqs[seq_id].frontier >= 0 ? snapkv->seqs[seq_id].pos_end : 0;
+}
+
+llama_pos llama_snapkv_pos_min(const struct llama_context * ctx, llama_seq_id seq_id) {
+    const auto * memory = ctx->get_memory();
+    if (!memory) {
+        return -1;
+    }
+    if (llama_snapkv_frontier(ctx, seq_id) < 0) {
+        return memory->seq_pos_min(seq_id);
+    }
+
+    const auto * iswa = dynamic_cast<const llama_kv_cache_iswa *>(memory);
+
+    return iswa ? iswa->get_swa()->seq_pos_min(seq_id) : 0;
+}
+
+bool llama_snapkv_can_seq_rm(const struct llama_context * ctx, llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+    const auto * snapkv = snapkv_get(*ctx);
+
+    return !snapkv || snapkv->can_seq_rm(seq_id, p0, p1);
+}
+
 size_t llama_snapkv_ring_size(const struct llama_context * ctx) {
     const auto * snapkv = snapkv_get(*ctx);
 

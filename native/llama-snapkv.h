@@ -131,6 +131,17 @@ extern "C" {
     // positions at or below it cannot be removed without removing the whole sequence
     LLAMA_API llama_pos llama_snapkv_frontier(const struct llama_context * ctx, llama_seq_id seq_id);
 
+    // the position after the prompt that the sequence was compacted for, 0 if the sequence is whole
+    // what was kept was chosen by the last tokens of that prompt: a prompt that differs from it before this position should
+    // be decoded from its beginning, also where it differs after the frontier; restored state: at most this position
+    LLAMA_API llama_pos llama_snapkv_pos_end(const struct llama_context * ctx, llama_seq_id seq_id);
+
+    // llama_memory_seq_pos_min() as if the sequence had not been compacted: what sliding-window layers still hold, else 0
+    LLAMA_API llama_pos llama_snapkv_pos_min(const struct llama_context * ctx, llama_seq_id seq_id);
+
+    // whether llama_memory_seq_rm() would remove [p0, p1), for callers that cannot go on when it refuses
+    LLAMA_API bool llama_snapkv_can_seq_rm(const struct llama_context * ctx, llama_seq_id seq_id, llama_pos p0, llama_pos p1);
+
     // bytes of the query ring
     LLAMA_API size_t llama_snapkv_ring_size(const struct llama_context * ctx);
 

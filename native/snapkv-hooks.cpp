@@ -282,6 +282,7 @@ void llama_snapkv::on_seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, l
     const bool is_copied = src.frontier >= 0 && (is_replaced || (p0 <= src.frontier && (p1 < 0 || p1 > src.frontier)));
     if (is_copied && src.frontier > dst.frontier) {
         dst.frontier = src.frontier;
+        dst.pos_end  = src.pos_end;
         dst.kept     = kv.seq_pos_max(seq_id_dst) < 0 || is_replaced ? src.kept : nullptr;
     }
 }
@@ -311,6 +312,7 @@ void llama_snapkv::on_state_read(llama_seq_id seq_id) {
         // a whole sequence starts at 0, a compacted one at its frontier: n > n_budget > n_window, so it is never 0
         const llama_pos pos_min = kv.seq_pos_min(s);
         seq.frontier = pos_min > 0 ? pos_min : -1;
+        seq.pos_end  = std::min(pos_min + 1 + (llama_pos) params.n_window, kv.seq_pos_max(s) + 1);
     }
 }
 
@@ -453,6 +455,7 @@ void llama_snapkv::set_compacted(
     auto & seq = seqs[seq_id];
 
     seq.frontier = frontier;
+    seq.pos_end  = pos_max + 1;
     seq.kept     = std::move(kept);
     seq.ring     = ring;
 }

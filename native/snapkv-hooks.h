@@ -41,6 +41,7 @@ struct llama_snapkv {
 
     struct sequence {
         llama_pos frontier = -1;
+        llama_pos pos_end  =  0; // after the prompt that it was compacted for, with a frontier
 
         std::vector<llama_pos> ring; // position whose query is in the row, -1: none
 
