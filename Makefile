@@ -20,7 +20,7 @@ export SNAPKV_PRISTINE_LIB := $(CURDIR)/$(BUILD)/pristine
 export SNAPKV_REQUIRE_LIB := 1
 
 .NOTPARALLEL:
-.PHONY: help venv bindings build native demo bench test $(RINGS:%=test-%) asan lint check-patches clean
+.PHONY: help venv bindings build native demo bench test $(RINGS:%=test-%) test-slow test-server-upstream asan lint check-patches clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -59,9 +59,9 @@ demo: build ## the main job on the small real model
 bench: build ## prefill, pass and decode, full and compacted
 	$(BIN)/snapkv bench
 
-native: build ## the native tests and libllama without our code
+native: build ## the native tests, libllama and llama-server without our code
 	$(BIN)/cmake $(BUILD) -DSNAPKV_BUILD_TESTS=ON -Wno-author > $(BUILD)/tests.log || { cat $(BUILD)/tests.log; exit 1; }
-	$(BIN)/cmake --build $(BUILD) --target snapkv-tests llama-pristine
+	$(BIN)/cmake --build $(BUILD) --target snapkv-tests llama-pristine llama-server-pristine
 
 test: $(RINGS:%=test-%) ## every test
 
@@ -74,6 +74,20 @@ test-tiny test-model test-server: native
 
 test-unit test-build: build
 	@$(MAKE) pytest RING=$(@:test-%=%)
+
+test-slow: native ## the tests that take minutes each: load, fuzzing
+	$(BIN)/pytest -q -s -m slow tests
+
+UPSTREAM := build/upstream-tests
+
+$(UPSTREAM)/bin/pytest: | $(VENV)/.tools
+	$(BIN)/python -m venv $(UPSTREAM)
+	$(UPSTREAM)/bin/pip --disable-pip-version-check install --quiet pytest filelock aiohttp openai prometheus-client requests wget gguf numpy platformdirs
+
+test-server-upstream: native $(UPSTREAM)/bin/pytest ## upstream's own server tests on both servers, about half an hour
+	PYTHONPATH=$(CURDIR) $(UPSTREAM)/bin/python tests/server/upstream.py --report docs/results/server-upstream.md \
+	    --binary ours=$$($(BIN)/python -c 'from snapkv_gguf import server; print(server.binary())') \
+	    --binary upstream=$(BUILD)/pristine/llama-server
 
 .PHONY: pytest
 pytest: # a ring that has no folder yet passes

@@ -1,5 +1,6 @@
 # snapkv-tests: native/tests/*.cpp, one plain program each, registered with CTest, run in the build folder
 # llama-pristine: libllama from upstream's own sources, against the same ggml, in <build>/pristine
+# llama-server-pristine: the same of llama-server and the libraries between them
 
 add_custom_target(snapkv-tests)
 
@@ -41,8 +42,71 @@ target_compile_features(llama-pristine PRIVATE cxx_std_17)
 target_compile_definitions(llama-pristine PRIVATE LLAMA_BUILD LLAMA_SHARED)
 target_link_libraries(llama-pristine PUBLIC ggml)
 
+find_package(Threads REQUIRED)
+
+# a target of upstream's CMake files once more, from the pristine sources
+function(snapkv_pristine name)
+    set(upstream ${PROJECT_SOURCE_DIR}/vendor/llama.cpp)
+    set(twins llama llama-common server-context llama-server-impl)
+
+    get_target_property(source_dir ${name} SOURCE_DIR)
+    get_target_property(sources    ${name} SOURCES)
+    list(FILTER sources EXCLUDE REGEX "^${PROJECT_SOURCE_DIR}/native/")
+    list(TRANSFORM sources PREPEND ${source_dir}/ REGEX "^[^/]")
+
+    foreach(property IN ITEMS INCLUDE_DIRECTORIES INTERFACE_INCLUDE_DIRECTORIES COMPILE_DEFINITIONS INTERFACE_COMPILE_DEFINITIONS LINK_LIBRARIES)
+        get_target_property(${property} ${name} ${property})
+        if(NOT ${property})
+            set(${property} "")
+        endif()
+        list(FILTER ${property} EXCLUDE REGEX "^${PROJECT_SOURCE_DIR}/native")
+    endforeach()
+    foreach(twin IN LISTS twins)
+        list(TRANSFORM LINK_LIBRARIES REPLACE "^${twin}$" "${twin}-pristine")
+    endforeach()
+    list(TRANSFORM LINK_LIBRARIES REPLACE "^mtmd$" "$<TARGET_FILE:mtmd>") # not what it links to: our libllama
+    foreach(folder IN ITEMS include common tools/server)
+        list(TRANSFORM sources                       REPLACE "^${upstream}/${folder}/"       "${pristine}/${folder}/")
+        list(TRANSFORM INCLUDE_DIRECTORIES           REPLACE "^${upstream}/${folder}(/\\.)?$" "${pristine}/${folder}")
+        list(TRANSFORM INTERFACE_INCLUDE_DIRECTORIES REPLACE "^${upstream}/${folder}(/\\.)?$" "${pristine}/${folder}")
+    endforeach()
+
+    get_target_property(type ${name} TYPE)
+    if(type STREQUAL EXECUTABLE)
+        add_executable(${name}-pristine EXCLUDE_FROM_ALL ${sources})
+    elseif(type STREQUAL STATIC_LIBRARY)
+        add_library(${name}-pristine STATIC EXCLUDE_FROM_ALL ${sources})
+    else()
+        add_library(${name}-pristine SHARED EXCLUDE_FROM_ALL ${sources})
+    endif()
+    set_target_properties(${name}-pristine PROPERTIES
+        OUTPUT_NAME ${name}
+        LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/pristine
+        ARCHIVE_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/pristine
+        RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/pristine
+        POSITION_INDEPENDENT_CODE     ON
+        INCLUDE_DIRECTORIES           "${INCLUDE_DIRECTORIES}"
+        INTERFACE_INCLUDE_DIRECTORIES "${INTERFACE_INCLUDE_DIRECTORIES}"
+        COMPILE_DEFINITIONS           "${COMPILE_DEFINITIONS}"
+        INTERFACE_COMPILE_DEFINITIONS "${INTERFACE_COMPILE_DEFINITIONS}")
+    target_compile_features(${name}-pristine PUBLIC cxx_std_17)
+    target_link_libraries(${name}-pristine PUBLIC ${LINK_LIBRARIES})
+endfunction()
+
+snapkv_pristine(llama-common)
+snapkv_pristine(server-context)
+snapkv_pristine(llama-server-impl)
+snapkv_pristine(llama-server)
+add_dependencies(server-context-pristine mtmd)
+add_dependencies(llama-server-impl-pristine llama-ui-assets)
+
 # its RPATH is its own folder, and so is where the Python bindings look
-foreach(target IN ITEMS ggml ggml-base ${GGML_AVAILABLE_BACKENDS})
-    add_custom_command(TARGET llama-pristine POST_BUILD
-        COMMAND ${CMAKE_COMMAND} -E create_symlink $<TARGET_FILE:${target}> $<TARGET_FILE_DIR:llama-pristine>/$<TARGET_FILE_NAME:${target}>)
-endforeach()
+function(snapkv_link_beside target)
+    foreach(library IN LISTS ARGN)
+        add_custom_command(TARGET ${target} POST_BUILD
+            COMMAND ${CMAKE_COMMAND} -E create_symlink $<TARGET_FILE:${library}> $<TARGET_FILE_DIR:${target}>/$<TARGET_FILE_NAME:${library}>)
+    endforeach()
+endfunction()
+
+snapkv_link_beside(llama-pristine ggml ggml-base ${GGML_AVAILABLE_BACKENDS})
+snapkv_link_beside(llama-server-pristine mtmd)

@@ -7,9 +7,9 @@ CMake calls this at configure time. The source is, in this order:
 - the sdist in the cache (SNAPKV_GGUF_CACHE, else the user's cache directory)
 - the sdist, downloaded with pip
 
-Next to the patched tree, vendor/llama.cpp-pristine gets src/, include/ and the patched files as upstream wrote them,
-for the tests that compare both. Both trees carry a stamp; as long as it agrees, nothing is done. New trees are made in
-a temporary sibling and renamed, so that an interrupted run leaves nothing that the next one takes for good.
+Next to the patched tree, vendor/llama.cpp-pristine gets the folders that are patched as upstream wrote them, for the
+tests that compare both. Both trees carry a stamp; as long as it agrees, nothing is done. New trees are made in a
+temporary sibling and renamed, so that an interrupted run leaves nothing that the next one takes for good.
 
 Every failure is one line on standard error, and exit status 1.
 """
@@ -43,7 +43,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PIN = "vendor/llama.cpp.toml"
 STAMP = ".snapkv-stamp"
 MARK = "[TAG_SNAPKV"
-FORMAT = 1  # part of the stamp: raise it when the same inputs shall give another tree
+FORMAT = 2  # part of the stamp: raise it when the same inputs shall give another tree
+PRISTINE = ("src/", "include/", "common/", "tools/server/")  # kept as upstream wrote it, too
 REQUIRED = ("CMakeLists.txt", "include/llama.h", "src/CMakeLists.txt", "ggml/CMakeLists.txt")
 
 
@@ -449,7 +450,7 @@ def vendor(root: Path, given: str) -> bool:
                 )
 
             patched = sorted({f for p in patches for f in p.marks})
-            keep = [f for f in walk(tree) if f.startswith(("src/", "include/")) or f in patched]
+            keep = [f for f in walk(tree) if f.startswith(PRISTINE) or f in patched]
             copy_files(tree, clean, keep)
             apply_patches(tree, patches, root / "patches", origin)
 

@@ -39,7 +39,8 @@ class Depth:
 
     Attributes:
         prompt_tokens: Depth.
-        capture_cost: Prefill time with capture by that without, minus 1.
+        capture_cost: Prefill time with capture by that without, minus 1: of each batch the median over the
+            repetitions, weighted by the batch's time.
         pass_share: Time of the pass by that of the prefill.
         speedup: Decode speed compacted by that with the full cache.
         of_short: Decode speed compacted by that after a prompt of ``budget`` tokens.
@@ -49,7 +50,7 @@ class Depth:
         cells_before, cells_after: Of the sequence.
         bytes_before, bytes_after: K and V of these cells in the compacted layers.
         ring_bytes: Of the query ring.
-        samples: The single values, by name.
+        samples: The single values, by name; of the batches of the prefill, seconds by repetition and batch.
     """
 
     prompt_tokens: int
@@ -71,7 +72,7 @@ class Depth:
     bytes_before: int
     bytes_after: int
     ring_bytes: int
-    samples: dict[str, list[float]]
+    samples: dict[str, list[float] | list[list[float]]]
 
 
 def random_1b() -> Path:
@@ -142,11 +143,14 @@ def measure(
     results = []
     for n in depths:
         samples: dict[str, list[float]] = {}
+        batches: list[list[tuple[float, float]]] = []
         for i in range(n_repeat):
             on_step(f"{n} tokens, {i + 1} of {n_repeat}")
-            for name, value in _repeat((full, compacted, short), tokens, n, config, n_decode, i).items():
+            values, seconds = _repeat((full, compacted, short), tokens, n, config, n_decode, i)
+            for name, value in values.items():
                 samples.setdefault(name, []).append(value)
-        results.append(_summary(n, samples, compacted))
+            batches.append(seconds)
+        results.append(_summary(n, samples, batches, compacted))
     for llm in (full, compacted, short):
         llm.close()
     return results
@@ -154,20 +158,22 @@ def measure(
 
 def _repeat(
     contexts: tuple[Llama, Llama, Llama], tokens: list[int], n: int, config: SnapKV, n_decode: int, turn: int
-) -> dict[str, float]:
+) -> tuple[dict[str, float], list[tuple[float, float]]]:
+    """Values by name, and seconds of each batch of the prefill without and with capture."""
     full, compacted, short = contexts
     for llm in contexts:
         llm.reset()
-    off_s = on_s = 0.0
+    batches = []
     for start in range(0, n, full.n_batch):
         batch = tokens[start : min(n, start + full.n_batch)]
         # the one that comes second finds the caches warmer: take turns
-        for llm in (full, compacted) if (start // full.n_batch + turn) % 2 == 0 else (compacted, full):
-            seconds = _eval(llm, batch)
-            if llm is full:
-                off_s += seconds
-            else:
-                on_s += seconds
+        if (start // full.n_batch + turn) % 2 == 0:
+            off_s = _eval(full, batch)
+            on_s = _eval(compacted, batch)
+        else:
+            on_s = _eval(compacted, batch)
+            off_s = _eval(full, batch)
+        batches.append((off_s, on_s))
     stats = compacted.compact()
     short.eval(tokens[: config.resolve(n).budget])
 
@@ -177,9 +183,9 @@ def _repeat(
             for token in tokens[start : min(n + n_decode, start + _BLOCK)]:
                 seconds_of[id(llm)] += _eval(llm, [token])
     ms = stats.milliseconds
-    return {
-        "prefill_off_s": off_s,
-        "prefill_on_s": on_s,
+    values = {
+        "prefill_off_s": sum(off_s for off_s, _ in batches),
+        "prefill_on_s": sum(on_s for _, on_s in batches),
         "pass_ms": ms.total,
         "score_ms": ms.score,
         "select_ms": ms.select,
@@ -190,6 +196,7 @@ def _repeat(
         "cells_before": stats.cells_before,
         "cells_after": stats.cells_after,
     }
+    return values, batches
 
 
 def _eval(llm: Llama, tokens: list[int]) -> float:
@@ -199,7 +206,17 @@ def _eval(llm: Llama, tokens: list[int]) -> float:
     return time.perf_counter() - started
 
 
-def _summary(n: int, samples: dict[str, list[float]], llm: Llama) -> Depth:
+def _capture_cost(batches: list[list[tuple[float, float]]]) -> float:
+    """Of [repetition][batch](without, with): what else the machine did hits single batches, medians leave it out."""
+    total = cost = 0.0
+    for repetitions in zip(*batches, strict=True):
+        seconds = statistics.median(off_s for off_s, _ in repetitions)
+        total += seconds
+        cost += seconds * (statistics.median(on_s / off_s for off_s, on_s in repetitions) - 1)
+    return cost / total
+
+
+def _summary(n: int, samples: dict[str, list[float]], batches: list[list[tuple[float, float]]], llm: Llama) -> Depth:
     def ratio(a: str, b: str) -> float:
         return statistics.median(x / y for x, y in zip(samples[a], samples[b], strict=True))
 
@@ -207,7 +224,7 @@ def _summary(n: int, samples: dict[str, list[float]], llm: Llama) -> Depth:
     cells_before, cells_after = int(median["cells_before"]), int(median["cells_after"])
     return Depth(
         prompt_tokens=n,
-        capture_cost=ratio("prefill_on_s", "prefill_off_s") - 1,
+        capture_cost=_capture_cost(batches),
         pass_share=ratio("pass_ms", "prefill_off_s") / 1000,
         speedup=ratio("decode_full_s", "decode_compacted_s"),
         of_short=ratio("decode_short_s", "decode_compacted_s"),
@@ -225,7 +242,11 @@ def _summary(n: int, samples: dict[str, list[float]], llm: Llama) -> Depth:
         bytes_before=cells_before * bytes_per_cell(llm),
         bytes_after=cells_after * bytes_per_cell(llm),
         ring_bytes=_capi.ring_size(llm.ctx),
-        samples=samples,
+        samples={
+            **samples,
+            "batch_off_s": [[off_s for off_s, _ in seconds] for seconds in batches],
+            "batch_on_s": [[on_s for _, on_s in seconds] for seconds in batches],
+        },
     )
 
 

@@ -427,6 +427,21 @@ def quality(
         json_file.write_text(json.dumps(document, indent=2) + "\n")
 
 
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+)
+@guarded
+def serve(ctx: typer.Context) -> None:
+    """Start the bundled llama-server; all options are llama-server's, --snapkv and --snapkv-budget N among them."""
+    from . import server
+
+    arguments = list(ctx.args)
+    if not {"-h", "--help", "--usage", "--version"}.intersection(arguments):
+        where = server.address(arguments, os.environ)
+        err.print(f"snapkv: llama-server will listen on {where}", highlight=False, soft_wrap=True)
+    server.serve(arguments)
+
+
 # options to settings
 
 

@@ -180,6 +180,37 @@ server_snapkv_stats server_snapkv_compact(llama_context * ctx, llama_seq_id seq_
     return res;
 }
 
+bool server_snapkv_is_consistent(const llama_context * ctx, llama_seq_id seq_id, const server_tokens & tokens) {
+    const int32_t n_cells = llama_snapkv_n_cells(ctx, seq_id);
+
+    if (llama_snapkv_ring_size(ctx) == 0 || n_cells < 0) {
+        return true; // not enabled: upstream's own checks
+    }
+
+    std::vector<llama_pos> pos(n_cells);
+    std::vector<int32_t>   cells(n_cells);
+    llama_snapkv_get_cells(ctx, seq_id, pos.data(), cells.data(), n_cells);
+
+    if (n_cells == 0) {
+        return tokens.empty();
+    }
+
+    const llama_pos frontier = llama_snapkv_frontier(ctx, seq_id);
+
+    if (pos.back() + 1 != tokens.pos_next() || pos.front() < 0) {
+        return false;
+    }
+
+    // several cells at the frontier, one at each position after it
+    for (int32_t i = 1; i < n_cells; ++i) {
+        if (pos[i] != pos[i - 1] + 1 && !(pos[i] == pos[i - 1] && pos[i] == frontier)) {
+            return false;
+        }
+    }
+
+    return true;
+}
+
 server_snapkv_prompt server_snapkv_state(const llama_context * ctx, llama_seq_id seq_id, const common_params_snapkv & params) {
     server_snapkv_prompt res;
 

@@ -68,6 +68,9 @@ int32_t server_snapkv_n_past(
 // the pass after a prompt of n_prompt tokens
 server_snapkv_stats server_snapkv_compact(llama_context * ctx, llama_seq_id seq_id, int32_t n_prompt, const common_params_snapkv & params);
 
+// whether a restored sequence holds the positions of these tokens, and of compacted ones what a pass leaves
+bool server_snapkv_is_consistent(const llama_context * ctx, llama_seq_id seq_id, const server_tokens & tokens);
+
 // of what the sequence holds now
 server_snapkv_prompt server_snapkv_state(const llama_context * ctx, llama_seq_id seq_id, const common_params_snapkv & params = {});
 

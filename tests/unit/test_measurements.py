@@ -66,3 +66,11 @@ def test_settings_by_name() -> None:
             parse_setting(name, 512)
     with pytest.raises(ValueError, match="budget=8: must be more than window=16"):
         parse_setting("w16-max21", 8)
+
+
+def test_capture_cost_is_not_that_of_an_interruption() -> None:
+    from snapkv_gguf.bench import _capture_cost
+
+    batches = [[(1.0, 1.02), (3.0, 3.0)]] * 4
+    assert _capture_cost(batches) == pytest.approx(0.02 / 4)
+    assert _capture_cost([*batches, [(1.0, 9.0), (30.0, 3.0)]]) == pytest.approx(0.02 / 4)

@@ -1,0 +1,106 @@
+"""The command ``snapkv serve`` and the helper that starts a server from Python."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snapkv_gguf import SnapKV, _lib, server
+from snapkv_gguf.server import Server
+
+
+def serve(*arguments: str, **kwargs: Any) -> subprocess.Popen[str]:
+    command = [str(Path(sys.executable).parent / "snapkv"), "serve", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve(number: int, tiny_llama: Path) -> None:
+    port = server._free_port()
+    process = serve("-m", str(tiny_llama), "--port", str(port), "-c", "512", "-np", "1", "-t", "1", "--snapkv")
+    for _ in range(600):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/props", timeout=5) as response:
+                assert b'"snapkv":{"budget":1024' in response.read()
+            break
+        except OSError:
+            assert process.poll() is None
+            time.sleep(0.1)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert f"snapkv: llama-server will listen on http://127.0.0.1:{port}\n" in output
+
+
+def test_options_are_forwarded_as_they_are() -> None:
+    process = serve("-md", "draft.gguf", "--snapkv-kernel", "4", "-np", "4")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "--snapkv-kernel 4: must be odd" in output
+    process = serve("--help")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "--snapkv-budget" in output
+    assert "will listen" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "where"),
+    [
+        ([], {}, "http://127.0.0.1:8080"),
+        (["--port", "1", "--host", "0.0.0.0"], {"LLAMA_ARG_PORT": "2"}, "http://0.0.0.0:1"),
+        (["--port", "1", "--port", "3"], {}, "http://127.0.0.1:3"),
+        ([], {"LLAMA_ARG_PORT": "2", "LLAMA_ARG_HOST": "::1"}, "http://[::1]:2"),
+        (["--host", "/run/llama.sock"], {}, "/run/llama.sock"),
+        (["--ssl-cert-file", "c", "--ssl-key-file", "k"], {}, "https://127.0.0.1:8080"),
+    ],
+)
+def test_address(arguments: list[str], environment: dict[str, str], where: str) -> None:
+    assert server.address(arguments, environment) == where
+
+
+def test_names_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.models, "get_model", lambda name: Path("/cache") / name)
+    assert server.command(["-c", "1", "-m", "smollm2"])[1:] == ["-c", "1", "-m", "/cache/smollm2"]
+    assert server.command(["--model", "other"])[1:] == ["--model", "other"]
+
+
+def test_flags() -> None:
+    assert server.flags(False) == server.flags(None) == ["--no-snapkv"]
+    assert server.flags(SnapKV(0.5, 8, 3, "avg", 0)) == [
+        *("--snapkv", "--snapkv-budget", "0.5", "--snapkv-window", "8"),
+        *("--snapkv-kernel", "3", "--snapkv-pool", "avg", "--snapkv-recent", "0"),
+    ]
+
+
+def test_no_binary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(_lib.ENV_LIB_PATH, str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"no llama-server in .*pip install"):
+        server.binary()
+
+
+def test_the_helper(start: Callable[..., Any], tiny_llama: Path, tmp_path: Path) -> None:
+    with Server(tiny_llama, "-c", "512", "-t", "1", log_file=tmp_path / "log") as one:
+        assert one.returncode is None
+        os.kill(one.pid, 0)
+        assert "listening on" in one.log
+    assert one.returncode == 0
+    assert (tmp_path / "log").read_text() == one.log
+    assert one.stop() == 0  # again
+
+
+def test_a_server_goes_with_its_last_reference(tiny_llama: Path) -> None:
+    one = Server(tiny_llama, "-c", "512", "-t", "1")
+    pid = one.pid
+    del one
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
