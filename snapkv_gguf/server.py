@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 import weakref
 from collections.abc import Mapping, Sequence
@@ -194,10 +192,11 @@ def _spawn(argv: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
 
 
 def _is_ready(url: str) -> bool:
-    with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+    try:
         with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
             return bool(response.status == 200)
-    return False
+    except OSError:  # not yet listening, loading, ...
+        return False
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -40,7 +40,8 @@ class Client:
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.http = httpx.Client(base_url=server.url, timeout=600)
+        # no connection twice: after some answers the server closes it, with a request under way
+        self.http = httpx.Client(base_url=server.url, timeout=600, limits=httpx.Limits(max_keepalive_connections=0))
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)

@@ -70,7 +70,7 @@ def test_off(start: Callable[..., Any]) -> None:
 def test_models_and_contexts_that_cannot(tmp_path: Path, tiny_llama: Path) -> None:
     with pytest.raises(ServerError, match="cannot be used with --snapkv: recurrent models have no KV cache"):
         Server(tiny.write_mamba(tmp_path / "mamba.gguf"))
-    with pytest.raises(ServerError, match="cannot be used with --snapkv: .*embeddings"):
+    with pytest.raises(ServerError, match=r"cannot be used with --snapkv: .*embeddings"):
         Server(tiny_llama, "--embeddings")
 
 

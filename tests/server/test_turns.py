@@ -1,4 +1,4 @@
-"""Every road on which a prompt meets what a slot holds. The answers are those of snapkv_gguf.Llama in the same turns."""
+"""Every road on which a prompt meets what a slot holds; answers are those of snapkv_gguf.Llama in the same turns."""
 
 from __future__ import annotations
 
@@ -281,7 +281,9 @@ def test_drafts_of_another_model(start: Callable[..., Any], reference: Reference
 
     # half of what the same model drafts is accepted, nothing of what another one drafts
     for draft in (Path(reference.llm.model_path), tiny.write_llama(tmp_path / "draft.gguf", seed=7)):
-        client = start("-md", str(draft), "--spec-draft-n-max", "4")
+        client = start(
+            "-md", str(draft), "--spec-type", "draft-simple", "--spec-draft-n-max", "4", "--spec-draft-p-min", "0"
+        )
         fresh = Reference(reference.llm.model_path)
         prompt = PROMPT
         for _ in range(3):

@@ -2,7 +2,7 @@
 
     python tests/server/upstream.py --binary ours=PATH --binary pristine=PATH --report docs/results/server-upstream.md
 
-Needs upstream's requirements (vendor/llama.cpp/tools/server/tests/requirements.txt); make test-server-upstream sees to it.
+Needs upstream's requirements (requirements.txt in its folder of tests); make test-server-upstream installs them.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def _markdown(results: dict[str, dict[str, str]], names: list[str]) -> str:
     lines = [
         "# Upstream's server tests on both servers",
         "",
-        "`make test-server-upstream` runs the tests in `vendor/llama.cpp/tools/server/tests` that need no network, with random tiny",
-        "models in the place of upstream's, so those that look for certain words in an answer fail on both.",
+        "`make test-server-upstream` runs the tests in `vendor/llama.cpp/tools/server/tests` that need no network, with",
+        "random tiny models in the place of upstream's: those that look for certain words in an answer fail on both.",
         "",
         f"Left out as a whole: {', '.join(f'`{name}`' for name in IGNORED)}.",
         "",
