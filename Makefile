@@ -84,8 +84,8 @@ $(UPSTREAM)/bin/pytest: | $(VENV)/.tools
 	$(BIN)/python -m venv $(UPSTREAM)
 	$(UPSTREAM)/bin/pip --disable-pip-version-check install --quiet pytest filelock aiohttp openai prometheus-client requests wget gguf numpy platformdirs
 
-test-server-upstream: native $(UPSTREAM)/bin/pytest ## upstream's own server tests on both servers, about half an hour
-	PYTHONPATH=$(CURDIR) $(UPSTREAM)/bin/python tests/server/upstream.py --report docs/results/server-upstream.md \
+test-server-upstream: native $(UPSTREAM)/bin/pytest ## upstream's own server tests on both servers
+	PYTHONPATH=$(CURDIR) $(UPSTREAM)/bin/python tests/server/upstream.py --report $(UPSTREAM).md \
 	    --binary ours=$$($(BIN)/python -c 'from snapkv_gguf import server; print(server.binary())') \
 	    --binary upstream=$(BUILD)/pristine/llama-server
 

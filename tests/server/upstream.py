@@ -1,6 +1,6 @@
 """Run upstream's own server tests, those that can run offline, on several llama-servers, and compare what passes.
 
-    python tests/server/upstream.py --binary ours=PATH --binary pristine=PATH --report docs/results/server-upstream.md
+    python tests/server/upstream.py --binary ours=PATH --binary pristine=PATH --report build/upstream-tests.md
 
 Needs upstream's requirements (requirements.txt in its folder of tests); make test-server-upstream installs them.
 """
@@ -77,8 +77,8 @@ def _markdown(results: dict[str, dict[str, str]], names: list[str]) -> str:
     lines = [
         "# Upstream's server tests on both servers",
         "",
-        "`make test-server-upstream` runs the tests in `vendor/llama.cpp/tools/server/tests` that need no network, with",
-        "random tiny models in the place of upstream's: those that look for certain words in an answer fail on both.",
+        "`make test-server-upstream` runs the tests in `vendor/llama.cpp/tools/server/tests` that need no network,",
+        "with random tiny models in the place of upstream's: those that look for certain words fail on both.",
         "",
         f"Left out as a whole: {', '.join(f'`{name}`' for name in IGNORED)}.",
         "",
