@@ -427,6 +427,63 @@ def quality(
         json_file.write_text(json.dumps(document, indent=2) + "\n")
 
 
+@app.command()
+@guarded
+def bench_server(
+    ctx: typer.Context,
+    model: ModelOption = "smollm2",
+    n_prompt: Annotated[int, typer.Option("--prompt-tokens", min=256, help="Length of each slot's prompt.")] = 6000,
+    n_slots: Annotated[int, typer.Option("--parallel", "-np", min=1, max=64, help="Slots.")] = 4,
+    n_predict: Annotated[int, typer.Option("--n-predict", "-n", min=8, help="Tokens per slot and round.")] = 32,
+    repeat: Annotated[int, typer.Option("--repeat", "-r", min=1, help="Rounds; medians are reported.")] = 5,
+    n_cells: Annotated[int, typer.Option("--cells", min=8192, help="Of the unified cache to be filled.")] = 32768,
+    budget: Budget = str(_DEFAULT.budget),
+    window: Window = _DEFAULT.window,
+    kernel: Kernel = _DEFAULT.kernel,
+    pool: PoolOption = _DEFAULT.pool,
+    recent: Recent = str(_DEFAULT.recent),
+    paper: Paper = False,
+    threads: Threads = _CPUS,
+    ngl: GpuLayers = 0,
+    markdown: AsMarkdown = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure llama-server with and without SnapKV: all slots decoding, and conversations in a unified cache."""
+    config = _settings(ctx, budget, window, kernel, pool, recent, paper)
+    _check_outputs(json_file)
+    path = _model_path(model)
+
+    from . import server_bench, system
+
+    with err.status("") as status:
+        result = server_bench.measure(
+            path,
+            config,
+            n_prompt=n_prompt,
+            n_slots=n_slots,
+            n_predict=n_predict,
+            n_repeat=repeat,
+            n_cells=n_cells,
+            arguments=("-t", str(threads), "-ngl", str(ngl)),
+            on_step=status.update,
+        )
+    table = Table("", Column("full cache", justify="right"), Column("SnapKV", justify="right"))
+    table.title = f"{path.name}, {result.n_slots} slots, prompts of {result.prompt_tokens} tokens, {config}"
+    rate = (f"{result.decode_full:.1f} tokens/s", f"{result.decode_snapkv:.1f} tokens/s")
+    table.add_row("decoding, all slots", rate[0], f"{rate[1]} ({result.speedup:.2f} : 1)")
+    table.add_row(f"conversations in {result.n_cells} cells", str(result.fit_full), str(result.fit_snapkv))
+    show(table, markdown)
+    if json_file is not None:
+        document = {
+            "command": sys.argv[1:],
+            "model": path.name,
+            "settings": asdict(config),
+            "system": system.describe(paths=False),
+            "results": result.as_json(),
+        }
+        json_file.write_text(json.dumps(document, indent=2) + "\n")
+
+
 @app.command(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
 )

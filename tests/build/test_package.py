@@ -73,7 +73,7 @@ def test_no_path_of_the_build(name: str) -> None:
 
 
 def test_only_libraries_and_programs_are_installed() -> None:
-    programs = {"llama-server", "ggml-rpc-server"}
+    programs = {"llama-server", "llama-cli", "ggml-rpc-server"}
     assert {p.name for p in LIB.iterdir() if not p.name.endswith(SUFFIX)} - programs == set()
     assert not (PACKAGE.parent / "include").exists() or not list((PACKAGE.parent / "include").glob("llama*.h"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from snapkv_gguf import SnapKV, _lib, server
+from snapkv_gguf import SnapKV, _lib, cli, server
 from snapkv_gguf.server import Server
 
 
@@ -96,6 +98,21 @@ def test_the_helper(start: Callable[..., Any], tiny_llama: Path, tmp_path: Path)
     assert one.returncode == 0
     assert (tmp_path / "log").read_text() == one.log
     assert one.stop() == 0  # again
+
+
+def test_bench_server(tiny_llama: Path, tmp_path: Path) -> None:
+    arguments = ["--prompt-tokens", "300", "-np", "2", "-n", "8", "-r", "2", "--cells", "8192", "-t", "1"]
+    settings = ["--budget", "64", "--window", "8", "--kernel", "5", "--recent", "0.25"]
+    result = CliRunner().invoke(
+        cli.app, ["bench-server", "-m", str(tiny_llama), *arguments, *settings, "--json", str(tmp_path / "b.json")]
+    )
+    assert result.exit_code == 0, result.output
+    assert "conversations" in result.stdout
+    found = json.loads((tmp_path / "b.json").read_text())["results"]
+    assert found["cells"] == 64
+    # 300 cells each and 72 each
+    assert 25 <= found["fit_full"] <= 28 < 60 <= found["fit_snapkv"]
+    assert len(found["samples"]["full"]) == len(found["samples"]["snapkv"]) == 2
 
 
 def test_a_server_goes_with_its_last_reference(tiny_llama: Path) -> None:
