@@ -405,13 +405,7 @@ enum llama_snapkv_status llama_snapkv_compact(
         return snapkv_status_from_ggml(status);
     }
 
-    // the lowest cells, so that the others leave the attention range
-    std::vector<uint32_t> dst;
-    for (const auto & [pos, cell] : order) {
-        dst.push_back(cell);
-    }
-    std::sort(dst.begin(), dst.end());
-    dst.resize(params.n_budget);
+    const std::vector<uint32_t> dst = snapkv->get_lowest_cells(seq_id, params.n_budget);
 
     const int64_t t_move_us = ggml_time_us();
 

@@ -404,6 +404,19 @@ bool llama_snapkv::has_shared_cells(llama_seq_id seq_id) const {
     return false;
 }
 
+std::vector<uint32_t> llama_snapkv::get_lowest_cells(llama_seq_id seq_id, uint32_t n) const {
+    const auto & cells = get_cells(seq_id);
+
+    std::vector<uint32_t> res;
+    for (uint32_t i = 0; i < cells.size() && res.size() < n; ++i) {
+        if (cells.is_empty(i) || cells.seq_has(i, seq_id)) {
+            res.push_back(i);
+        }
+    }
+
+    return res;
+}
+
 ggml_tensor * llama_snapkv::get_k(uint32_t i, llama_seq_id seq_id) const {
     return kv.layers[i].k_stream[kv.get_stream(seq_id)];
 }

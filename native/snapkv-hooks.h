@@ -107,13 +107,16 @@ struct llama_snapkv {
 
     bool has_shared_cells(llama_seq_id seq_id) const;
 
+    // the n lowest cells that are the sequence's or free, so that those above leave the attention range
+    std::vector<uint32_t> get_lowest_cells(llama_seq_id seq_id, uint32_t n) const;
+
     // K or V of the sequence's stream, [n_embd_gqa, kv_size] as the cache declares them
     ggml_tensor * get_k(uint32_t i, llama_seq_id seq_id) const;
     ggml_tensor * get_v(uint32_t i, llama_seq_id seq_id) const;
     bool     get_v_trans() const;
     uint32_t get_kv_size() const;
 
-    // the sequence's rows were moved into the cells dst (ascending), kept: see kept_positions, n_tail: cells that keep their position
+    // the sequence's rows were moved into the cells dst (ascending; its own or free ones), kept: see kept_positions, n_tail: cells that keep their position
     void set_compacted(
             llama_seq_id seq_id,
             const std::vector<std::pair<llama_pos, uint32_t>> & order,

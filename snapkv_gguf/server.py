@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import socket
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 import weakref
 from collections.abc import Mapping, Sequence
@@ -28,11 +30,14 @@ from .config import SnapKV
 
 _POLL = 0.05  # seconds
 _STOP = 10.0  # seconds until a server that does not end is killed
+# never through a proxy
+_OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
 _LOG_LINES = 8  # at most, of a server that did not start, in the error
 
 
 class ServerError(RuntimeError):
-    """The server did not start, or ended by itself; the text holds the end of its log."""
+    """The server did not start or ended by itself (the text holds the end of its log), or refused a request."""
 
 
 def binary() -> Path:
@@ -61,18 +66,17 @@ def flags(snapkv: SnapKV | Mapping[str, Any] | bool | None) -> list[str]:
     return ["--snapkv", *(part for name in names for part in (f"--snapkv-{name}", str(getattr(config, name))))]
 
 
-def command(arguments: Sequence[str]) -> list[str]:
-    """The command line of the bundled server; names of models (:data:`snapkv_gguf.models.MODELS`) become files.
+def resolved(arguments: Sequence[str]) -> list[str]:
+    """The options with the file in the place of a named model (:data:`snapkv_gguf.models.MODELS`).
 
     Raises:
-        FileNotFoundError: No bundled server.
         models.ModelError: A named model could not be fetched.
     """
-    resolved = list(arguments)
-    for i in range(1, len(resolved)):
-        if resolved[i - 1] in ("-m", "--model") and resolved[i] in models.MODELS and not Path(resolved[i]).exists():
-            resolved[i] = str(models.get_model(resolved[i]))
-    return [str(binary()), *resolved]
+    found = list(arguments)
+    for i in range(1, len(found)):
+        if found[i - 1] in ("-m", "--model") and found[i] in models.MODELS and not Path(found[i]).exists():
+            found[i] = str(models.get_model(found[i]))
+    return found
 
 
 def address(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -124,9 +128,8 @@ class Server:
         path = str(models.resolve_model(str(model)))
         port = _free_port()
         own = flags(snapkv) if executable is None else []
-        argv = command(["-m", path, "--host", "127.0.0.1", "--port", str(port), *own, *arguments])
-        if executable is not None:
-            argv[0] = str(executable)
+        address = ("--host", "127.0.0.1", "--port", str(port))
+        argv = [str(executable or binary()), "-m", path, *address, *own, *arguments]
         self.url = f"http://127.0.0.1:{port}"
         self._directory = None if log_file else tempfile.TemporaryDirectory(prefix="snapkv-server-")
         self.log_file = log_file or Path(self._directory.name if self._directory else "") / "log"
@@ -166,14 +169,32 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Send JSON, and return the answer's.
+
+        Raises:
+            ServerError: An error, with its text.
+        """
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), headers)
+        try:
+            with _OPEN(request) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            raise ServerError(f"{path}: {error.code}: {error.read().decode(errors='replace')}") from error
+
     def _wait_until_ready(self, timeout: float) -> None:
         end = time.monotonic() + timeout
-        while not _is_ready(self.url):
+        ready = False
+        while not ready:
+            ready = _is_ready(self.url)
+            # also when it is ready: another server may have got the port
             if self._process.poll() is not None:
                 raise ServerError(f"llama-server ended with exit code {self._process.returncode}: {self._tail()}")
             if time.monotonic() > end:
                 raise ServerError(f"llama-server was not ready after {timeout:.0f} s: {self._tail()}")
-            time.sleep(_POLL)
+            if not ready:
+                time.sleep(_POLL)
 
     def _tail(self) -> str:
         lines = self.log.strip().splitlines()
@@ -193,7 +214,7 @@ def _spawn(argv: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
 
 def _is_ready(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+        with _OPEN(f"{url}/health", timeout=5) as response:
             return bool(response.status == 200)
     except OSError:  # not yet listening, loading, ...
         return False
@@ -211,7 +232,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def serve(arguments: Sequence[str]) -> None:
     """Become the bundled server: it gets all signals, and its exit code is ours."""
-    argv = command(arguments)
+    argv = [str(binary()), *resolved(arguments)]
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "posix":

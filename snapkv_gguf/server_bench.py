@@ -5,10 +5,8 @@ Two servers of the bundled binary, with and without SnapKV, take turns; of their
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -120,7 +118,7 @@ def _fit(snapkv: SnapKV | bool, n_cells: int, n_prompt: int, n_predict: int) -> 
         with Server(model, *options, snapkv=snapkv) as server:
             for n in range(most):
                 prompt = [1, *((97 + (n * 31 + i * i) % 26) for i in range(n_prompt - 1))]
-                _post(server, {"prompt": prompt, "n_predict": n_predict, "ignore_eos": True, "id_slot": n})
+                server.post("/completion", {"prompt": prompt, "n_predict": n_predict, "ignore_eos": True, "id_slot": n})
                 if "purging slot" in server.log or "failed to find free space" in server.log:
                     return n
     return most
@@ -132,15 +130,7 @@ def _ask(server: Server, prompts: list[list[int]], n_predict: int) -> list[Any]:
         for slot, prompt in enumerate(prompts)
     ]
     with ThreadPoolExecutor(len(bodies)) as pool:
-        return list(pool.map(lambda body: _post(server, body), bodies))
-
-
-def _post(server: Server, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(
-        f"{server.url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request) as response:
-        return json.load(response)
+        return list(pool.map(lambda body: server.post("/completion", body), bodies))
 
 
 def _round_up(n: int) -> int:

@@ -27,7 +27,7 @@ static bool snapkv_is_whole(double value) {
 
 std::string common_snapkv_check(const common_params_snapkv & params, const std::string & prefix) {
     const auto error = [&](const char * name, double value, const std::string & text) {
-        return string_format("%s%s %g: ", prefix.c_str(), name, value) + text;
+        return string_format("%s%s %.10g: ", prefix.c_str(), name, value) + text;
     };
 
     // NaN fails every comparison
@@ -35,7 +35,7 @@ std::string common_snapkv_check(const common_params_snapkv & params, const std::
         return error("window", params.window, string_format("must be between 1 and %d tokens, try 16 or 32", SNAPKV_N_WINDOW_MAX));
     }
     if (!(params.budget > 0 && params.budget <= SNAPKV_N_CELLS_MAX) || (params.budget >= 1 && !snapkv_is_whole(params.budget))) {
-        return error("budget", params.budget, "must be a whole number of cells, or between 0 and 1 for a share of the prompt");
+        return error("budget", params.budget, "must be a whole number of cells, at most 2^30, or between 0 and 1 for a share of the prompt");
     }
     if (params.budget >= 1 && params.budget <= params.window) {
         return error("budget", params.budget, string_format("must be more than %swindow %d", prefix.c_str(), params.window));
@@ -44,13 +44,13 @@ std::string common_snapkv_check(const common_params_snapkv & params, const std::
         return error("kernel", params.kernel, string_format("must be odd, between 1 (no pooling) and %d, try 5 or 21", params.N_KERNEL_MAX));
     }
     if (!(params.recent >= 0 && params.recent <= SNAPKV_N_CELLS_MAX) || (params.recent >= 1 && !snapkv_is_whole(params.recent))) {
-        return error("recent", params.recent, "must be a whole number of cells, or between 0 and 1 for a share of the budget");
+        return error("recent", params.recent, "must be a whole number of cells, at most 2^30, or between 0 and 1 for a share of the budget");
     }
     if (params.recent >= 1 && params.recent < params.window) {
         return error("recent", params.recent, string_format("must be 0 or at least %swindow %d", prefix.c_str(), params.window));
     }
     if (params.recent >= 1 && params.budget >= 1 && params.recent >= params.budget) {
-        return error("recent", params.recent, string_format("must be less than %sbudget %g, else nothing is left to select", prefix.c_str(), params.budget));
+        return error("recent", params.recent, string_format("must be less than %sbudget %.10g, else nothing is left to select", prefix.c_str(), params.budget));
     }
 
     return "";

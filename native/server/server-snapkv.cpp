@@ -72,7 +72,7 @@ common_params_snapkv server_snapkv_from_json(const json & value, const common_pa
         } else if (name == "window") {
             throw std::invalid_argument("window is set when the server starts, with --snapkv-window");
         } else {
-            throw std::invalid_argument("unknown setting, the settings are budget, kernel, pool and recent");
+            throw std::invalid_argument("unknown setting '" + name + "', the settings are budget, kernel, pool and recent");
         }
     }
 
@@ -91,6 +91,10 @@ json server_snapkv_stats::to_json() const {
         {"evicted",  n_cells_before - n_cells_after},
         {"ms",       t_us/1000.0},
     };
+
+    if (n_window > 0) {
+        res["window"] = n_window;
+    }
 
     if (status != LLAMA_SNAPKV_STATUS_OK) {
         res["reason"] = llama_snapkv_status_str(status);
@@ -120,7 +124,7 @@ std::string server_snapkv_metrics::to_metrics() const {
 
     add("counter", "snapkv_passes_total",         "Prompts that SnapKV compacted",                      std::to_string(n_passes));
     add("counter", "snapkv_tokens_evicted_total", "Tokens whose cells SnapKV released",                 std::to_string(n_evicted));
-    add("counter", "snapkv_seconds_total",        "Total time spent on compacting",                     string_format("%g", t_us/1.e6));
+    add("counter", "snapkv_seconds_total",        "Total time spent on compacting",                     string_format("%.6f", t_us/1.e6));
     add("gauge",   "snapkv_cells",                "KV cells that the slots use, those of idle slots too", std::to_string(n_cells));
 
     return res;
@@ -136,16 +140,11 @@ int32_t server_snapkv_n_past(
         const common_params_snapkv & params) {
     const llama_pos pos_end = llama_snapkv_pos_end(ctx, seq_id);
 
-    if (pos_end > 0) {
-        const bool is_other = state.params.enabled && state.params != params;
-
-        if (!params.enabled || is_other || cached.pos_next(n_past) < pos_end) {
-            return 0;
-        }
+    n_past = state.n_usable(n_past, params);
+    if (cached.pos_next(n_past) < pos_end) {
+        return 0;
     }
-
-    // media are read as a whole
-    if (!params.enabled || cached.has_mtmd) {
+    if (!params.enabled) {
         return n_past;
     }
 
@@ -155,7 +154,30 @@ int32_t server_snapkv_n_past(
         return n_past; // nothing to choose
     }
 
-    return std::min(n_past, std::max(pos_end, n_prompt - params.window));
+    const int32_t n_window_past = std::min(n_past, std::max(state.n_prompt, n_prompt - params.window));
+
+    // media are read as a whole
+    for (int32_t i = n_window_past; i < n_past; ++i) {
+        if (prompt[i] == LLAMA_TOKEN_NULL) {
+            return n_past;
+        }
+    }
+
+    return n_window_past;
+}
+
+int32_t server_snapkv_prompt::n_usable(int32_t n_common, const common_params_snapkv & other) const {
+    if (n_prompt == 0) {
+        return n_common;
+    }
+
+    const bool is_same = other.enabled && (!params.enabled || params == other);
+
+    return is_same && n_common >= n_prompt ? n_common : 0;
+}
+
+bool server_snapkv_prompt::covers(const server_snapkv_prompt & other) const {
+    return n_prompt == 0 || other.n_prompt > 0;
 }
 
 server_snapkv_stats server_snapkv_compact(llama_context * ctx, llama_seq_id seq_id, int32_t n_prompt, const common_params_snapkv & params) {
@@ -171,6 +193,7 @@ server_snapkv_stats server_snapkv_compact(llama_context * ctx, llama_seq_id seq_
     if (res.status == LLAMA_SNAPKV_STATUS_OK) {
         res.n_cells_before = stats.n_cells_before;
         res.n_cells_after  = stats.n_cells_after;
+        res.n_window       = stats.n_window;
         res.t_us           = stats.t_total_us;
     } else {
         res.n_cells_before = llama_snapkv_n_cells(ctx, seq_id);
@@ -180,35 +203,29 @@ server_snapkv_stats server_snapkv_compact(llama_context * ctx, llama_seq_id seq_
     return res;
 }
 
-bool server_snapkv_is_consistent(const llama_context * ctx, llama_seq_id seq_id, const server_tokens & tokens) {
+const char * server_snapkv_check_restored(const llama_context * ctx, llama_seq_id seq_id, const server_tokens & tokens) {
     const int32_t n_cells = llama_snapkv_n_cells(ctx, seq_id);
 
-    if (llama_snapkv_ring_size(ctx) == 0 || n_cells < 0) {
-        return true; // not enabled: upstream's own checks
+    if (llama_snapkv_ring_size(ctx) == 0) {
+        const bool has_all = llama_snapkv_supported(ctx) != LLAMA_SNAPKV_STATUS_OK || n_cells >= (int32_t) tokens.size();
+
+        return has_all ? nullptr : "The slot was saved after a SnapKV pass, start the server with --snapkv";
     }
 
     std::vector<llama_pos> pos(n_cells);
     std::vector<int32_t>   cells(n_cells);
     llama_snapkv_get_cells(ctx, seq_id, pos.data(), cells.data(), n_cells);
 
-    if (n_cells == 0) {
-        return tokens.empty();
-    }
-
     const llama_pos frontier = llama_snapkv_frontier(ctx, seq_id);
 
-    if (pos.back() + 1 != tokens.pos_next() || pos.front() < 0) {
-        return false;
-    }
+    bool res = n_cells == 0 ? tokens.empty() : pos.front() >= 0 && pos.back() + 1 == tokens.pos_next();
 
     // several cells at the frontier, one at each position after it
     for (int32_t i = 1; i < n_cells; ++i) {
-        if (pos[i] != pos[i - 1] + 1 && !(pos[i] == pos[i - 1] && pos[i] == frontier)) {
-            return false;
-        }
+        res = res && (pos[i] == pos[i - 1] + 1 || (pos[i] == pos[i - 1] && pos[i] == frontier));
     }
 
-    return true;
+    return res ? nullptr : "The tokens in the slot save file are not those of its KV cache";
 }
 
 server_snapkv_prompt server_snapkv_state(const llama_context * ctx, llama_seq_id seq_id, const common_params_snapkv & params) {
@@ -216,6 +233,7 @@ server_snapkv_prompt server_snapkv_state(const llama_context * ctx, llama_seq_id
 
     if (llama_snapkv_frontier(ctx, seq_id) >= 0) {
         res.n_released = llama_memory_seq_pos_max(llama_get_memory(ctx), seq_id) + 1 - llama_snapkv_n_cells(ctx, seq_id);
+        res.n_prompt   = llama_snapkv_pos_end(ctx, seq_id);
         res.params     = params;
     }
 

@@ -13,8 +13,15 @@ struct server_tokens;
 // of the tokens that a slot, or a saved state, holds
 struct server_snapkv_prompt {
     int32_t n_released = 0; // tokens whose cells are free
+    int32_t n_prompt   = 0; // tokens that the last pass chose among, 0: whole
 
     common_params_snapkv params; // of the last pass, not enabled if they are not known (restored from a file)
+
+    // how many of n_common tokens a request with these settings can use: all or none
+    int32_t n_usable(int32_t n_common, const common_params_snapkv & params) const;
+
+    // whether what this serves covers what the other serves, if its tokens begin with the other's
+    bool covers(const server_snapkv_prompt & other) const;
 };
 
 // false, or the settings
@@ -33,6 +40,7 @@ struct server_snapkv_stats {
     int32_t n_prompt       = 0; // tokens
     int32_t n_cells_before = 0;
     int32_t n_cells_after  = 0;
+    int32_t n_window       = 0; // really used
     int64_t t_us           = 0;
 
     common_json to_json() const;
@@ -68,8 +76,8 @@ int32_t server_snapkv_n_past(
 // the pass after a prompt of n_prompt tokens
 server_snapkv_stats server_snapkv_compact(llama_context * ctx, llama_seq_id seq_id, int32_t n_prompt, const common_params_snapkv & params);
 
-// whether a restored sequence holds the positions of these tokens, and of compacted ones what a pass leaves
-bool server_snapkv_is_consistent(const llama_context * ctx, llama_seq_id seq_id, const server_tokens & tokens);
+// what is wrong with a restored sequence that should hold these tokens, null if nothing is
+const char * server_snapkv_check_restored(const llama_context * ctx, llama_seq_id seq_id, const server_tokens & tokens);
 
 // of what the sequence holds now
 server_snapkv_prompt server_snapkv_state(const llama_context * ctx, llama_seq_id seq_id, const common_params_snapkv & params = {});

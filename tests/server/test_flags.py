@@ -19,7 +19,10 @@ from snapkv_gguf.server import Server, ServerError, binary
     ("arguments", "told"),
     [
         (["--snapkv-budget", "10"], "--snapkv-budget 10: must be more than --snapkv-window 16"),
-        (["--snapkv-budget", "-5"], "--snapkv-budget -5: must be a whole number of cells, or between 0 and 1"),
+        (
+            ["--snapkv-budget", "-5"],
+            "--snapkv-budget -5: must be a whole number of cells, at most 2^30, or between 0 and 1",
+        ),
         (["--snapkv-budget", "100.5"], "--snapkv-budget 100.5: must be a whole number"),
         (["--snapkv-budget", "nan"], "--snapkv-budget nan: must be"),
         (["--snapkv-budget", "1e99"], "--snapkv-budget 1e+99: must be"),

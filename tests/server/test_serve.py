@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +71,8 @@ def test_address(arguments: list[str], environment: dict[str, str], where: str) 
 
 def test_names_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.models, "get_model", lambda name: Path("/cache") / name)
-    assert server.command(["-c", "1", "-m", "smollm2"])[1:] == ["-c", "1", "-m", "/cache/smollm2"]
-    assert server.command(["--model", "other"])[1:] == ["--model", "other"]
+    assert server.resolved(["-c", "1", "-m", "smollm2"]) == ["-c", "1", "-m", "/cache/smollm2"]
+    assert server.resolved(["--model", "other"]) == ["--model", "other"]
 
 
 def test_flags() -> None:
@@ -90,11 +89,15 @@ def test_no_binary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         server.binary()
 
 
-def test_the_helper(start: Callable[..., Any], tiny_llama: Path, tmp_path: Path) -> None:
+def test_the_helper(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # not for this machine
     with Server(tiny_llama, "-c", "512", "-t", "1", log_file=tmp_path / "log") as one:
         assert one.returncode is None
         os.kill(one.pid, 0)
         assert "listening on" in one.log
+        assert one.post("/tokenize", {"content": "abc"})["tokens"] == [100, 101, 102]
+        with pytest.raises(server.ServerError, match=r"/completion: 400: .*snapkv"):
+            one.post("/completion", {"prompt": "abc", "snapkv": 1})
     assert one.returncode == 0
     assert (tmp_path / "log").read_text() == one.log
     assert one.stop() == 0  # again
@@ -113,6 +116,11 @@ def test_bench_server(tiny_llama: Path, tmp_path: Path) -> None:
     # 300 cells each and 72 each
     assert 25 <= found["fit_full"] <= 28 < 60 <= found["fit_snapkv"]
     assert len(found["samples"]["full"]) == len(found["samples"]["snapkv"]) == 2
+
+
+def test_llama_cli_has_the_options() -> None:
+    shown = subprocess.run([_lib.lib_dir() / "llama-cli", "--help"], capture_output=True, text=True, check=True)
+    assert "--snapkv-budget" in shown.stdout
 
 
 def test_a_server_goes_with_its_last_reference(tiny_llama: Path) -> None:
