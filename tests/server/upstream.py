@@ -85,9 +85,10 @@ def _markdown(results: dict[str, dict[str, str]], names: list[str]) -> str:
         f"| test | {' | '.join(results)} |",
         f"| --- | {' | '.join('---' for _ in results)} |",
     ]
-    lines += [
-        f"| `{name}` | {' | '.join(outcomes.get(name, '-') for outcomes in results.values())} |" for name in names
-    ]
+    for name in names:
+        cells = [outcomes.get(name, "-") for outcomes in results.values()]
+        escaped = name.replace("|", "\\|")
+        lines.append(f"| `{escaped}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
