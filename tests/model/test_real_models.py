@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pydoc_data.topics
 from pathlib import Path
 
@@ -75,33 +76,63 @@ def test_kept_sets_equal_the_oracle(request: pytest.FixtureRequest, name: str, t
     ) as engine:
         tokens = text_tokens(engine, N)
         for settings in (params(256, 16), params(256, 32, 0, 5, "avg"), params(256, 16, 128)):
-            engine.clear()
-            engine.decode(tokens)
-            before = engine.cells()
-            layers = _capi.layers(engine.ctx)
-            expected = [engine.oracle(i, settings) for i in range(len(layers))]
-            assert engine.compact(0, settings)[0] == Status.OK
-            after = engine.cells()
-            for i, layer in enumerate(layers):
-                sums, chosen = expected[i]
-                pooled = reference.group_scores(
-                    reference.pool_scores(
-                        sums[:, : N - settings.n_window] / settings.n_window,
-                        settings.n_kernel,
-                        "max" if settings.pool == 1 else "avg",
-                    ),
-                    layer.n_head_kv,
-                )
-                for head in range(layer.n_head_kv):
-                    kept = _capi.kept(engine.ctx, 0, i, head)
-                    differ = np.setxor1d(kept, chosen[head])
-                    n_rounding, n_pairs = n_rounding + differ.size // 2, n_pairs + kept.size
-                    # only cells whose scores are equal in float32
-                    assert differ.size == 0 or np.ptp(pooled[head][differ]) <= 4e-6 * pooled[head].max()
-                    for old, new in zip(before.rows[i], after.rows[i], strict=True):
-                        assert np.array_equal(new[:, head], old[kept, head])
+            differ, pairs = check_pass(engine, settings, tokens)
+            n_rounding, n_pairs = n_rounding + differ, n_pairs + pairs
     print(f"{name} {type_kv}: {n_rounding} of {n_pairs} cells differ by rounding")
     assert n_rounding <= n_pairs // 1000
+
+
+def test_every_setting(smollm2: Path) -> None:
+    """Windows, kernels and pools in all combinations, with budgets and recent parts at and between their limits."""
+    n, n_rounding, n_pairs = 160, 0, 0
+    with Engine(smollm2, params(n, 64), n_ctx=256, n_threads=2) as engine:
+        tokens = text_tokens(engine, n)
+        limits = itertools.cycle([(0.0, 0), (0.3, 0), (1.0, 0), (0.5, 0.5), (1.0, 1.0), (0.2, 0.7)])
+        for window, kernel, pool in itertools.product((1, 8, 32, 64), (1, 3, 5, 7, 13, 21), ("avg", "max")):
+            of_budget, of_recent = next(limits)
+            budget = window + 1 + round(of_budget * (n - window - 2))
+            recent = window + round(of_recent * (budget - 1 - window)) if of_recent else 0
+            differ, pairs = check_pass(engine, params(budget, window, recent, kernel, pool), tokens)
+            n_rounding, n_pairs = n_rounding + differ, n_pairs + pairs
+        # shorter than the window: all of it looks
+        engine.clear()
+        engine.decode(tokens[:40])
+        status, stats = engine.compact(0, params(65, 64))
+        assert status == Status.WITHIN_BUDGET
+        assert stats.n_cells_after == 40
+    print(f"{n_rounding} of {n_pairs} cells differ by rounding")
+    assert n_rounding <= n_pairs // 1000
+
+
+def check_pass(engine: Engine, settings: _capi.Params, tokens: list[int]) -> tuple[int, int]:
+    """Compares a pass over the prompt with the oracle; how many cells differ by rounding, and of how many."""
+    n, n_rounding, n_pairs = len(tokens), 0, 0
+    engine.clear()
+    engine.decode(tokens)
+    before = engine.cells()
+    layers = _capi.layers(engine.ctx)
+    expected = [engine.oracle(i, settings) for i in range(len(layers))]
+    assert engine.compact(0, settings)[0] == Status.OK
+    after = engine.cells()
+    for i, layer in enumerate(layers):
+        sums, chosen = expected[i]
+        pooled = reference.group_scores(
+            reference.pool_scores(
+                sums[:, : n - settings.n_window] / settings.n_window,
+                settings.n_kernel,
+                "max" if settings.pool == 1 else "avg",
+            ),
+            layer.n_head_kv,
+        )
+        for head in range(layer.n_head_kv):
+            kept = _capi.kept(engine.ctx, 0, i, head)
+            differ = np.setxor1d(kept, chosen[head])
+            n_rounding, n_pairs = n_rounding + differ.size // 2, n_pairs + kept.size
+            # only cells whose scores are equal in float32
+            assert differ.size == 0 or np.ptp(pooled[head][differ]) <= 4e-6 * pooled[head].max()
+            for old, new in zip(before.rows[i], after.rows[i], strict=True):
+                assert np.array_equal(new[:, head], old[kept, head])
+    return n_rounding, n_pairs
 
 
 def test_answers_survive(smollm2: Path) -> None:
