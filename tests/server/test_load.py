@@ -112,7 +112,11 @@ def test_load(n: int, longest: int, unified: str, start: Callable[..., Client], 
     client = start(*options, "-np", "4", unified)
     chains = requests(n, longest, seed=1)
     with ThreadPoolExecutor(8) as pool:
-        # warm-up: buffers and the allocator's arenas grow for a while, with and without SnapKV
+        # warm-up: buffers are reserved for the fullest cache and resident once it was that full, and the allocator's
+        # arenas grow for a while, with and without SnapKV
+        for _ in range(2):
+            fullest = [[Request(tokens(seed, longest), False)] for seed in range(4)]
+            list(pool.map(lambda chain: send(client, chain), fullest))
         for chain in requests(3 * min(n, 40), longest, seed=2):
             pool.submit(send, client, chain)
     before = memory(client)
