@@ -160,12 +160,12 @@ def run(
     text = _prompt_text(prompt, file, question)
     path = _model_path(model)
 
-    from .prompt import Vocabulary
+    from .prompt import Vocabulary, context_size
 
     with Vocabulary(path) as vocabulary:
         tokens = vocabulary.plain(text) if raw or not vocabulary.has_chat_template else vocabulary.chat(text)
         _warn_of_length(len(tokens), vocabulary)
-    n_ctx = n_ctx or _round_up(len(tokens) + n_predict + 1)
+    n_ctx = n_ctx or context_size(len(tokens) + n_predict + 1)
     llm = _load(path, config, n_ctx, engine)
 
     def show(text: str) -> None:
@@ -212,7 +212,7 @@ def demo(
 
     from . import haystack
     from .bench import bytes_per_cell, compacts_all_layers
-    from .prompt import Vocabulary
+    from .prompt import Vocabulary, context_size
 
     with Vocabulary(path) as vocabulary:
         text = haystack.build(n_tokens, seed, vocabulary.count)
@@ -221,7 +221,7 @@ def demo(
     found: dict[str, answers.Answer] = {}
     rates = {}
     for name, snapkv in (("full cache", None), ("SnapKV", config)):
-        llm = _load(path, snapkv, _round_up(len(tokens) + _DEMO_ANSWER + _DEMO_DECODE), engine)
+        llm = _load(path, snapkv, context_size(len(tokens) + _DEMO_ANSWER + _DEMO_DECODE), engine)
         with Bar(name, len(tokens)) as bar:
             found[name] = answers.ask(llm, tokens, n_predict=_DEMO_ANSWER, on_prompt=bar.update)
         rates[name] = answers.decode_rate(llm, _DEMO_DECODE)
@@ -325,7 +325,6 @@ def bench(
     _check_outputs(json_file, plot_file)
 
     from . import bench as benchmark
-    from . import system
 
     if plot_file is not None:
         benchmark.check_plot()
@@ -343,17 +342,15 @@ def bench(
         )
     show(_bench_table(results, path.name, config), markdown)
     if json_file is not None:
-        document = {
-            "command": sys.argv[1:],
-            "model": path.name,
-            "settings": asdict(config),
-            "engine": engine,
-            "repeat": repeat,
-            "n_decode": n_decode,
-            "system": system.describe(paths=False),
-            "results": benchmark.as_json(results),
-        }
-        json_file.write_text(json.dumps(document, indent=2) + "\n")
+        _write_results(
+            json_file,
+            path,
+            settings=asdict(config),
+            engine=engine,
+            repeat=repeat,
+            n_decode=n_decode,
+            results=benchmark.as_json(results),
+        )
     if plot_file is not None:
         benchmark.plot(results, plot_file)
 
@@ -381,7 +378,6 @@ def quality(
     path = _model_path(model)
 
     from . import quality as survey
-    from . import system
 
     names = [name.strip() for name in settings.split(",")] if settings else list(survey.DEFAULT_SETTINGS)
     sizes = _integers("--budgets", budgets)
@@ -416,15 +412,7 @@ def quality(
         )
     show(table, markdown)
     if json_file is not None:
-        document = {
-            "command": sys.argv[1:],
-            "model": path.name,
-            "n_tokens": n_tokens,
-            "system": system.describe(paths=False),
-            "answers": survey.as_json(answers),
-            "texts": survey.as_json(texts),
-        }
-        json_file.write_text(json.dumps(document, indent=2) + "\n")
+        _write_results(json_file, path, n_tokens=n_tokens, answers=survey.as_json(answers), texts=survey.as_json(texts))
 
 
 @app.command()
@@ -453,7 +441,7 @@ def bench_server(
     _check_outputs(json_file)
     path = _model_path(model)
 
-    from . import server_bench, system
+    from . import server_bench
 
     with err.status("") as status:
         result = server_bench.measure(
@@ -474,14 +462,7 @@ def bench_server(
     table.add_row(f"conversations in {result.n_cells} cells", str(result.fit_full), str(result.fit_snapkv))
     show(table, markdown)
     if json_file is not None:
-        document = {
-            "command": sys.argv[1:],
-            "model": path.name,
-            "settings": asdict(config),
-            "system": system.describe(paths=False),
-            "results": result.as_json(),
-        }
-        json_file.write_text(json.dumps(document, indent=2) + "\n")
+        _write_results(json_file, path, settings=asdict(config), results=result.as_json())
 
 
 @app.command(
@@ -615,10 +596,6 @@ def _model_path(model: str) -> Path:
     return models.resolve_model(model)
 
 
-def _round_up(n: int) -> int:
-    return (n + 255) // 256 * 256
-
-
 def _as_dict(config: SnapKV | None) -> dict[str, Any] | None:
     return None if config is None else asdict(config)
 
@@ -630,6 +607,14 @@ def _load(path: Path, config: SnapKV | None, n_ctx: int, engine: dict[str, Any])
 
 
 # what a user sees
+
+
+def _write_results(file: Path, model: Path, **results: Any) -> None:
+    """With what gave them: command, model, versions and machine."""
+    from . import system
+
+    document = {"command": sys.argv[1:], "model": model.name, "system": system.describe(paths=False), **results}
+    file.write_text(json.dumps(document, indent=2) + "\n")
 
 
 def _warn_of_length(n_tokens: int, vocabulary: Vocabulary) -> None:

@@ -17,6 +17,11 @@ from llama_cpp import _internals  # noqa: E402
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter  # noqa: E402
 
 
+def context_size(n_tokens: int) -> int:
+    """The cells of a context for ``n_tokens`` tokens: llama.cpp's are multiples of 256."""
+    return (n_tokens + 255) // 256 * 256
+
+
 class Vocabulary:
     """Turns text into the tokens of a prompt, to know its length before a context is made for it.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from . import haystack, tiny
 from .config import SnapKV
-from .prompt import Vocabulary
+from .prompt import Vocabulary, context_size
 from .server import Server
 
 
@@ -77,7 +77,7 @@ def measure(
     with Vocabulary(model) as vocabulary:
         prompts = [vocabulary.plain(haystack.build(n_prompt, seed, vocabulary.count).text) for seed in range(n_slots)]
     length = max(map(len, prompts))
-    options = ("-np", str(n_slots), "-c", str(n_slots * _round_up(length + n_predict + 1)), "-fa", "on", *arguments)
+    options = ("-np", str(n_slots), "-c", str(n_slots * context_size(length + n_predict + 1)), "-fa", "on", *arguments)
     samples: dict[str, list[float]] = {"full": [], "snapkv": []}
     cells = 0
     with Server(model, *options, snapkv=False) as full, Server(model, *options, snapkv=config) as snapkv:
@@ -131,7 +131,3 @@ def _ask(server: Server, prompts: list[list[int]], n_predict: int) -> list[Any]:
     ]
     with ThreadPoolExecutor(len(bodies)) as pool:
         return list(pool.map(lambda body: server.post("/completion", body), bodies))
-
-
-def _round_up(n: int) -> int:
-    return (n + 255) // 256 * 256
