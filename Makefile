@@ -61,7 +61,7 @@ bench: build ## prefill, pass and decode, full and compacted
 
 native: build ## the native tests, libllama and llama-server without our code
 	$(BIN)/cmake $(BUILD) -DSNAPKV_BUILD_TESTS=ON -Wno-author > $(BUILD)/tests.log || { cat $(BUILD)/tests.log; exit 1; }
-	$(BIN)/cmake --build $(BUILD) --target snapkv-tests llama-pristine llama-server-pristine
+	$(BIN)/cmake --build $(BUILD) --target snapkv-tests test-llama-archs llama-pristine llama-server-pristine
 
 test: $(RINGS:%=test-%) ## every test
 

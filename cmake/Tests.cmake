@@ -17,6 +17,11 @@ foreach(file IN LISTS tests)
     add_test(NAME ${name} COMMAND ${name})
 endforeach()
 
+# upstream's writer of a small random model of every architecture, for tests/archs
+add_executable(test-llama-archs EXCLUDE_FROM_ALL vendor/llama.cpp/tests/test-llama-archs.cpp)
+target_link_libraries(test-llama-archs PRIVATE llama llama-common)
+set_target_properties(test-llama-archs PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/bin)
+
 # Everything is compiled again: taking over target llama's objects of src/models would save a quarter of the time (23 of
 # 90 seconds on two cores), but they were compiled with the patched headers.
 set(pristine ${PROJECT_SOURCE_DIR}/vendor/llama.cpp-pristine)

@@ -6,11 +6,7 @@
 
 #include "llama-context.h"
 #include "llama-impl.h"
-#include "llama-kv-cache-iswa.h"
 #include "llama-kv-cache.h"
-#include "llama-memory-hybrid-idx.h"
-#include "llama-memory-hybrid-iswa.h"
-#include "llama-memory-hybrid.h"
 #include "llama-memory-recurrent.h"
 #include "llama-model.h"
 
@@ -79,14 +75,13 @@ const char * llama_snapkv_status_str(enum llama_snapkv_status status) {
         case LLAMA_SNAPKV_STATUS_NO_QUERIES:             return "the queries of the last tokens were not captured (restored or copied state): decode at least one token first";
         case LLAMA_SNAPKV_STATUS_SHARED_CELLS:           return "the sequence shares cells with another one";
         case LLAMA_SNAPKV_STATUS_UNSUPPORTED_RECURRENT:  return "recurrent models have no KV cache to compact";
-        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_HYBRID:     return "hybrid models (attention and recurrent memory) are not supported yet";
-        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY:     return "this model's kind of KV cache is not supported yet";
-        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_ENCODER:    return "the model has no KV cache or its attention is not causal";
+        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_SWA:        return "all layers of the model attend to a sliding window only: there is nothing to compact";
+        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY:     return "this kind of KV cache is not supported: it is read by blocks of positions, is compressed, or belongs to another context";
+        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_ENCODER:    return "the model has no KV cache, has an encoder, or its attention is not causal";
         case LLAMA_SNAPKV_STATUS_UNSUPPORTED_EMBEDDINGS: return "the context was created for embeddings";
         case LLAMA_SNAPKV_STATUS_UNSUPPORTED_ALIBI:      return "models with ALiBi are not supported: their scores depend on the distance between cells";
-        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_MROPE:      return "models with multi-dimensional positions (M-RoPE) are not supported yet";
-        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_SHARED_KV:  return "models whose layers share K and V are not supported yet";
         case LLAMA_SNAPKV_STATUS_UNSUPPORTED_BIAS:       return "models that add a bias to the attention logits are not supported";
+        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_QUERIES:    return "the queries of some layers of this model cannot be captured";
         case LLAMA_SNAPKV_STATUS_NOT_EMPTY:              return "the context already holds tokens: clear its memory first";
         case LLAMA_SNAPKV_STATUS_ABORTED:                return "aborted, nothing was changed";
         case LLAMA_SNAPKV_STATUS_FAILED_RESERVE:         return "out of memory for the query ring or the compute buffers";
@@ -104,21 +99,14 @@ const char * llama_snapkv_build_info(void) {
 // the context's cache
 //
 
-// the cache whose cells are compacted: of models with sliding-window layers, that of the other layers; can be null
 static llama_kv_cache * snapkv_get_cache(const llama_context & lctx) {
-    auto * memory = lctx.get_memory();
-
-    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
-        return iswa->get_base();
-    }
-
-    return dynamic_cast<llama_kv_cache *>(memory);
+    return llama_snapkv::get_caches(lctx.get_memory()).kv;
 }
 
 static llama_snapkv_status snapkv_check(const llama_context & lctx) {
     auto * memory = lctx.get_memory();
 
-    if (!memory || !lctx.get_cparams().causal_attn) {
+    if (!memory || !lctx.get_cparams().causal_attn || llama_model_has_encoder(&lctx.get_model())) {
         return LLAMA_SNAPKV_STATUS_UNSUPPORTED_ENCODER;
     }
     if (lctx.get_cparams().embeddings) {
@@ -126,12 +114,6 @@ static llama_snapkv_status snapkv_check(const llama_context & lctx) {
     }
     if (dynamic_cast<llama_memory_recurrent *>(memory)) {
         return LLAMA_SNAPKV_STATUS_UNSUPPORTED_RECURRENT;
-    }
-    if (llama_model_has_encoder(&lctx.get_model())) {
-        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_ENCODER;
-    }
-    if (llama_model_is_hybrid(&lctx.get_model())) {
-        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_HYBRID;
     }
 
     const llama_kv_cache * kv = snapkv_get_cache(lctx);
@@ -141,9 +123,7 @@ static llama_snapkv_status snapkv_check(const llama_context & lctx) {
 
 // null if not enabled
 static llama_snapkv * snapkv_get(const llama_context & lctx) {
-    const llama_kv_cache * kv = snapkv_get_cache(lctx);
-
-    return kv ? kv->get_snapkv() : nullptr;
+    return llama_snapkv::of(lctx.get_memory());
 }
 
 // null if not enabled or no such sequence
@@ -192,7 +172,9 @@ enum llama_snapkv_status llama_snapkv_init(struct llama_context * ctx, struct ll
         return status;
     }
 
-    llama_kv_cache * kv = snapkv_get_cache(*ctx);
+    const auto caches = llama_snapkv::get_caches(ctx->get_memory());
+
+    llama_kv_cache * kv = caches.kv;
 
     const uint32_t n_seq_max = ctx->n_seq_max();
 
@@ -206,29 +188,41 @@ enum llama_snapkv_status llama_snapkv_init(struct llama_context * ctx, struct ll
         return LLAMA_SNAPKV_STATUS_FAILED_RESERVE;
     }
 
-    // each layer adds a reshape, a get_rows, a set_rows and perhaps a cont
-    const auto * res = ctx->get_gf_res_reserve();
-    if (ggml_graph_n_nodes(res->get_gf()) + 5*(int64_t) kv->get_layer_ids().size() + 8 > res->get_max_nodes()) {
-        LLAMA_LOG_ERROR("%s: the model's graph leaves no room to capture the queries\n", __func__);
-        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY;
-    }
-
     try {
-        llama_snapkv::attach(*kv, std::make_shared<llama_snapkv>(*kv, params, n_seq_max));
+        llama_snapkv::attach(*kv, std::make_shared<llama_snapkv>(*kv, caches.idx, params, n_seq_max));
     } catch (const std::bad_alloc &) {
         LLAMA_LOG_ERROR("%s: failed to allocate the query ring\n", __func__);
         return LLAMA_SNAPKV_STATUS_FAILED_RESERVE;
     }
 
-    // building the graph tells what each layer does to its logits
-    llama_snapkv_status res_status = snapkv_reserve(*ctx) ? LLAMA_SNAPKV_STATUS_OK : LLAMA_SNAPKV_STATUS_FAILED_RESERVE;
+    llama_snapkv_status res_status = LLAMA_SNAPKV_STATUS_OK;
 
-    for (const auto & layer : kv->get_snapkv()->layers) {
-        if (res_status == LLAMA_SNAPKV_STATUS_OK && !layer.captured) {
-            res_status = LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY;
+    // each reader adds a reshape, a get_rows, a set_rows and perhaps a cont
+    const auto * res = ctx->get_gf_res_reserve();
+    if (ggml_graph_n_nodes(res->get_gf()) + 5*(int64_t) kv->get_snapkv()->il_to_reader.size() + 8 > res->get_max_nodes()) {
+        LLAMA_LOG_ERROR("%s: the model's graph leaves no room to capture the queries\n", __func__);
+        res_status = LLAMA_SNAPKV_STATUS_UNSUPPORTED_QUERIES;
+    }
+
+    // building the graph tells what each layer does to its logits
+    if (res_status == LLAMA_SNAPKV_STATUS_OK && !snapkv_reserve(*ctx)) {
+        res_status = LLAMA_SNAPKV_STATUS_FAILED_RESERVE;
+    }
+
+    if (res_status == LLAMA_SNAPKV_STATUS_OK) {
+        for (const auto & layer : kv->get_snapkv()->layers) {
+            for (const auto & reader : layer.readers) {
+                if (!reader.captured) {
+                    res_status = LLAMA_SNAPKV_STATUS_UNSUPPORTED_QUERIES;
+                }
+            }
         }
-        if (res_status == LLAMA_SNAPKV_STATUS_OK && layer.has_bias) {
-            res_status = LLAMA_SNAPKV_STATUS_UNSUPPORTED_BIAS;
+        for (const auto & layer : kv->get_snapkv()->layers) {
+            for (const auto & reader : layer.readers) {
+                if (reader.has_bias) {
+                    res_status = LLAMA_SNAPKV_STATUS_UNSUPPORTED_BIAS;
+                }
+            }
         }
     }
 
@@ -420,7 +414,7 @@ enum llama_snapkv_status llama_snapkv_compact(
 
     if (status != GGML_STATUS_SUCCESS) {
         snapkv_reserve(*ctx);
-        snapkv->drop(seq_id);
+        ctx->get_memory()->seq_rm(seq_id, -1, -1);
         LLAMA_LOG_ERROR("%s: %s\n", __func__, llama_snapkv_status_str(LLAMA_SNAPKV_STATUS_SEQUENCE_LOST));
         return LLAMA_SNAPKV_STATUS_SEQUENCE_LOST;
     }
@@ -442,9 +436,9 @@ enum llama_snapkv_status llama_snapkv_compact(
     }
 
     for (const auto & layer : snapkv->layers) {
-        stats.n_bytes_freed += (size_t) (n - params.n_budget)*(
-                ggml_row_size(layer.info.type_k, (int64_t) layer.info.n_embd_head_k*layer.info.n_head_kv) +
-                ggml_row_size(layer.info.type_v, (int64_t) layer.info.n_embd_head_v*layer.info.n_head_kv));
+        for (const auto & t : layer.tensors) {
+            stats.n_bytes_freed += (n - params.n_budget)*ggml_row_size(t.info.type, (int64_t) t.info.n_embd_head*layer.info.n_head_kv);
+        }
     }
 
     const bool is_known = !kept->at(0).empty();
@@ -487,7 +481,7 @@ llama_pos llama_snapkv_pos_end(const struct llama_context * ctx, llama_seq_id se
 }
 
 llama_pos llama_snapkv_pos_min(const struct llama_context * ctx, llama_seq_id seq_id) {
-    const auto * memory = ctx->get_memory();
+    auto * memory = ctx->get_memory();
     if (!memory) {
         return -1;
     }
@@ -495,9 +489,9 @@ llama_pos llama_snapkv_pos_min(const struct llama_context * ctx, llama_seq_id se
         return memory->seq_pos_min(seq_id);
     }
 
-    const auto * iswa = dynamic_cast<const llama_kv_cache_iswa *>(memory);
+    const auto caches = llama_snapkv::get_caches(memory);
 
-    return iswa ? iswa->get_swa()->seq_pos_min(seq_id) : 0;
+    return std::max<llama_pos>({ 0, caches.swa ? caches.swa->seq_pos_min(seq_id) : 0, caches.recr ? caches.recr->seq_pos_min(seq_id) : 0 });
 }
 
 bool llama_snapkv_can_seq_rm(const struct llama_context * ctx, llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
@@ -529,6 +523,36 @@ bool llama_snapkv_get_layer(const struct llama_context * ctx, int32_t i, struct 
     }
 
     *out = snapkv->layers[i].info;
+
+    return true;
+}
+
+static const llama_snapkv::tensor * snapkv_get_tensor(const llama_snapkv * snapkv, int32_t i, int32_t it) {
+    return snapkv_has_layer(snapkv, i) && it >= 0 && it < snapkv->layers[i].info.n_tensor ? &snapkv->layers[i].tensors[it] : nullptr;
+}
+
+static const llama_snapkv::reader * snapkv_get_reader(const llama_snapkv * snapkv, int32_t i, int32_t ir) {
+    return snapkv_has_layer(snapkv, i) && ir >= 0 && ir < snapkv->layers[i].info.n_reader ? &snapkv->layers[i].readers[ir] : nullptr;
+}
+
+bool llama_snapkv_get_tensor(const struct llama_context * ctx, int32_t i, int32_t it, struct llama_snapkv_tensor * out) {
+    const auto * t = snapkv_get_tensor(snapkv_get(*ctx), i, it);
+    if (!t) {
+        return false;
+    }
+
+    *out = t->info;
+
+    return true;
+}
+
+bool llama_snapkv_get_reader(const struct llama_context * ctx, int32_t i, int32_t ir, struct llama_snapkv_reader * out) {
+    const auto * r = snapkv_get_reader(snapkv_get(*ctx), i, ir);
+    if (!r) {
+        return false;
+    }
+
+    *out = r->info;
 
     return true;
 }
@@ -568,9 +592,10 @@ int32_t llama_snapkv_get_kept(const struct llama_context * ctx, llama_seq_id seq
     return positions.size();
 }
 
-int32_t llama_snapkv_get_queries(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, float * out, size_t n_max) {
+int32_t llama_snapkv_get_queries(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, int32_t ir, float * out, size_t n_max) {
     const auto * snapkv = snapkv_get(*ctx, seq_id);
-    if (!snapkv_has_layer(snapkv, i)) {
+    const auto * reader = snapkv_get_reader(snapkv, i, ir);
+    if (!reader) {
         return -1;
     }
 
@@ -583,7 +608,7 @@ int32_t llama_snapkv_get_queries(struct llama_context * ctx, llama_seq_id seq_id
         return n_rows;
     }
 
-    ggml_tensor * q = snapkv->layers[i].q;
+    ggml_tensor * q = reader->q;
     if (n_max < (size_t) n_rows*q->ne[0]) {
         return -1;
     }
@@ -630,46 +655,45 @@ int64_t llama_snapkv_get_scores(struct llama_context * ctx, llama_seq_id seq_id,
 }
 
 // rows as stored, [n_cells, n_head_kv, bytes per head]
-static std::vector<uint8_t> snapkv_read_rows(llama_context & lctx, const llama_snapkv & snapkv, llama_seq_id seq_id, int32_t i, bool v) {
+static std::vector<uint8_t> snapkv_read_rows(llama_context & lctx, const llama_snapkv & snapkv, llama_seq_id seq_id, int32_t i, const llama_snapkv::tensor & t) {
     lctx.synchronize();
     lctx.memory_update(false);
 
-    const auto & info = snapkv.layers[i].info;
-
-    const ggml_tensor * t = v ? snapkv.get_v(i, seq_id) : snapkv.get_k(i, seq_id);
+    const ggml_tensor * cache = snapkv.get_tensor(t, seq_id);
 
     const auto   order  = snapkv.get_order(seq_id);
-    const size_t n_embd = (size_t) info.n_head_kv*(v ? info.n_embd_head_v : info.n_embd_head_k);
-    const size_t n_row  = ggml_row_size(t->type, n_embd);
+    const size_t n_embd = (size_t) snapkv.layers[i].info.n_head_kv*t.info.n_embd_head;
+    const size_t n_row  = ggml_row_size(t.info.type, n_embd);
 
     std::vector<uint8_t> res(order.size()*n_row);
 
-    if (v && snapkv.get_v_trans()) {
-        const size_t n_el = ggml_type_size(t->type);
+    if (snapkv.is_transposed(t)) {
+        const size_t n_el = ggml_type_size(t.info.type);
 
         std::vector<uint8_t> channel(snapkv.get_kv_size()*n_el);
         for (size_t c = 0; c < n_embd; ++c) {
-            ggml_backend_tensor_get(t, channel.data(), c*channel.size(), channel.size());
+            ggml_backend_tensor_get(cache, channel.data(), c*channel.size(), channel.size());
             for (size_t j = 0; j < order.size(); ++j) {
                 std::copy_n(channel.data() + order[j].second*n_el, n_el, res.data() + j*n_row + c*n_el);
             }
         }
     } else {
         for (size_t j = 0; j < order.size(); ++j) {
-            ggml_backend_tensor_get(t, res.data() + j*n_row, order[j].second*n_row, n_row);
+            ggml_backend_tensor_get(cache, res.data() + j*n_row, order[j].second*n_row, n_row);
         }
     }
 
     return res;
 }
 
-int64_t llama_snapkv_get_rows_raw(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, bool v, uint8_t * out, size_t n_max) {
+int64_t llama_snapkv_get_rows_raw(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, int32_t it, uint8_t * out, size_t n_max) {
     const auto * snapkv = snapkv_get(*ctx, seq_id);
-    if (!snapkv_has_layer(snapkv, i)) {
+    const auto * t      = snapkv_get_tensor(snapkv, i, it);
+    if (!t) {
         return -1;
     }
 
-    const auto rows = snapkv_read_rows(*ctx, *snapkv, seq_id, i, v);
+    const auto rows = snapkv_read_rows(*ctx, *snapkv, seq_id, i, *t);
     if (n_max < rows.size()) {
         return -1;
     }
@@ -679,15 +703,15 @@ int64_t llama_snapkv_get_rows_raw(struct llama_context * ctx, llama_seq_id seq_i
     return rows.size();
 }
 
-int64_t llama_snapkv_get_rows_f32(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, bool v, float * out, size_t n_max) {
+int64_t llama_snapkv_get_rows_f32(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, int32_t it, float * out, size_t n_max) {
     const auto * snapkv = snapkv_get(*ctx, seq_id);
-    if (!snapkv_has_layer(snapkv, i)) {
+    const auto * t      = snapkv_get_tensor(snapkv, i, it);
+    if (!t) {
         return -1;
     }
 
-    const auto & info = snapkv->layers[i].info;
-    const auto   type = v ? info.type_v : info.type_k;
-    const auto   rows = snapkv_read_rows(*ctx, *snapkv, seq_id, i, v);
+    const auto type = t->info.type;
+    const auto rows = snapkv_read_rows(*ctx, *snapkv, seq_id, i, *t);
 
     const size_t n_el = rows.size()/ggml_type_size(type)*ggml_blck_size(type);
     if (n_max < n_el) {
@@ -703,13 +727,13 @@ int64_t llama_snapkv_get_rows_f32(struct llama_context * ctx, llama_seq_id seq_i
     return n_el;
 }
 
-int32_t llama_snapkv_get_sinks(struct llama_context * ctx, int32_t i, float * out, int32_t n_max) {
-    const auto * snapkv = snapkv_get(*ctx);
-    if (!snapkv_has_layer(snapkv, i)) {
+int32_t llama_snapkv_get_sinks(struct llama_context * ctx, int32_t i, int32_t ir, float * out, int32_t n_max) {
+    const auto * reader = snapkv_get_reader(snapkv_get(*ctx), i, ir);
+    if (!reader) {
         return -1;
     }
 
-    const ggml_tensor * sinks = snapkv->layers[i].sinks;
+    const ggml_tensor * sinks = reader->sinks;
     if (!sinks) {
         return 0;
     }

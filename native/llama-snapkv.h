@@ -38,15 +38,14 @@ extern "C" {
         LLAMA_SNAPKV_STATUS_NO_QUERIES             =  -4, // the last token's query was not captured (restored or copied sequence): decode first
         LLAMA_SNAPKV_STATUS_SHARED_CELLS           =  -5, // some cells belong to more than one sequence
         LLAMA_SNAPKV_STATUS_UNSUPPORTED_RECURRENT  =  -6, // recurrent memory has no cells to release
-        LLAMA_SNAPKV_STATUS_UNSUPPORTED_HYBRID     =  -7, // attention + recurrent memory
-        LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY     =  -8, // another cache class (MLA, DSA, ...)
-        LLAMA_SNAPKV_STATUS_UNSUPPORTED_ENCODER    =  -9, // no KV cache, or non-causal attention
+        LLAMA_SNAPKV_STATUS_UNSUPPORTED_SWA        =  -7, // all attention is to a sliding window
+        LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY     =  -8, // a cache that is read by blocks of positions or is compressed (DSV4, MSA, QSA), or that of another context
+        LLAMA_SNAPKV_STATUS_UNSUPPORTED_ENCODER    =  -9, // no KV cache, an encoder, or non-causal attention
         LLAMA_SNAPKV_STATUS_UNSUPPORTED_EMBEDDINGS = -10, // the context was created for embeddings
         LLAMA_SNAPKV_STATUS_UNSUPPORTED_ALIBI      = -11, // ALiBi scores depend on the distances that the pass gives up
-        LLAMA_SNAPKV_STATUS_UNSUPPORTED_MROPE      = -12, // multi-dimensional positions
-        LLAMA_SNAPKV_STATUS_UNSUPPORTED_SHARED_KV  = -13, // several layers read the K and V of one layer
-        LLAMA_SNAPKV_STATUS_UNSUPPORTED_BIAS       = -14, // the model adds a bias to the attention logits
-        LLAMA_SNAPKV_STATUS_NOT_EMPTY              = -15, // llama_snapkv_init() on a context that already holds tokens
+        LLAMA_SNAPKV_STATUS_UNSUPPORTED_BIAS       = -12, // the model adds a bias to the attention logits
+        LLAMA_SNAPKV_STATUS_UNSUPPORTED_QUERIES    = -13, // a layer reads its cache in a way that shows no queries
+        LLAMA_SNAPKV_STATUS_NOT_EMPTY              = -14, // llama_snapkv_init() on a context that already holds tokens
 
         // failures
         LLAMA_SNAPKV_STATUS_FAILED_RESERVE         = -19, // llama_snapkv_init() ran out of memory
@@ -69,7 +68,7 @@ extern "C" {
         uint32_t n_cells_after;
         uint32_t n_window;      // window really used, smaller than asked for if queries of its first tokens are gone
         uint32_t n_recent;      // last cells kept in any case
-        uint64_t n_bytes_freed; // K and V bytes of the released cells, in the compacted layers
+        uint64_t n_bytes_freed; // bytes of the released cells, in the compacted layers
         uint64_t n_bytes_grown; // growth of the scheduler's compute buffers by the pass
 
         int64_t t_score_us;
@@ -78,21 +77,34 @@ extern "C" {
         int64_t t_total_us;
     };
 
-    // a layer that the pass compacts
+    // a layer that the pass compacts: per KV head, one selection of cells for all of its tensors
+    // nearly always K and V of one layer, with the queries of that layer
     struct llama_snapkv_layer {
-        int32_t il; // layer index in the model
-        int32_t n_head;
+        int32_t il;       // layer index in the model, of the first tensor
+        int32_t n_head;   // query heads of all readers
         int32_t n_head_kv;
-        int32_t n_embd_head_k;
-        int32_t n_embd_head_v;
+        int32_t n_tensor;
+        int32_t n_reader; // layers whose queries read it, > 1: layers that share K and V, or that share an indexer
+    };
 
-        enum ggml_type type_k;
-        enum ggml_type type_v;
+    // rows of the cache that move together: K, V unless it is a part of K (MLA), keys of the layer's indexer (DSA)
+    struct llama_snapkv_tensor {
+        int32_t il;
+        int32_t n_embd_head;
+        bool    is_v;
 
-        // what the model does to its attention logits, known after the first decode
-        float kq_scale;
-        float softcap; // 0: none
-        bool  has_sinks;
+        enum ggml_type type;
+    };
+
+    // a layer's queries, and what the model makes of their products with K: kq_scale*cap(cap_scale*kq)
+    struct llama_snapkv_reader {
+        int32_t il;
+        int32_t n_head;
+        int32_t i_tensor; // what its queries multiply
+        float   kq_scale;
+        float   cap_scale;
+        float   softcap;  // c in cap(x) = c*tanh(x/c), 0: cap(x) = x and cap_scale = 1
+        bool    has_sinks;
     };
 
     // the recommended setting, see docs/presets.md
@@ -151,8 +163,10 @@ extern "C" {
     // functions that fill a buffer return the number of elements, -1 if it is too small or the arguments are wrong
     //
 
-    LLAMA_API int32_t llama_snapkv_n_layer(const struct llama_context * ctx);
-    LLAMA_API bool    llama_snapkv_get_layer(const struct llama_context * ctx, int32_t i, struct llama_snapkv_layer * out);
+    LLAMA_API int32_t llama_snapkv_n_layer   (const struct llama_context * ctx);
+    LLAMA_API bool    llama_snapkv_get_layer (const struct llama_context * ctx, int32_t i, struct llama_snapkv_layer * out);
+    LLAMA_API bool    llama_snapkv_get_tensor(const struct llama_context * ctx, int32_t i, int32_t it, struct llama_snapkv_tensor * out);
+    LLAMA_API bool    llama_snapkv_get_reader(const struct llama_context * ctx, int32_t i, int32_t ir, struct llama_snapkv_reader * out);
 
     // position and cell index of each cell of the sequence
     LLAMA_API int32_t llama_snapkv_get_cells(const struct llama_context * ctx, llama_seq_id seq_id, llama_pos * pos, int32_t * cell, int32_t n_max);
@@ -161,21 +175,22 @@ extern "C" {
     // 0 if they are not known (restored state)
     LLAMA_API int32_t llama_snapkv_get_kept(const struct llama_context * ctx, llama_seq_id seq_id, int32_t i, int32_t ih, llama_pos * out, int32_t n_max);
 
-    // the captured queries of the last tokens as they multiply the cached K, F32 [n_rows, n_head, n_embd_head_k]
+    // the captured queries of the last tokens as reader ir multiplies them with the cached K, F32 [n_rows, n_head, n_embd_head]
     // returns the number of rows, at most n_window, less if older ones are gone; out can be NULL
-    LLAMA_API int32_t llama_snapkv_get_queries(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, float * out, size_t n_max);
+    LLAMA_API int32_t llama_snapkv_get_queries(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, int32_t ir, float * out, size_t n_max);
+
+    // attention sinks of reader ir, F32 [n_head]; 0 if it has none
+    LLAMA_API int32_t llama_snapkv_get_sinks(struct llama_context * ctx, int32_t i, int32_t ir, float * out, int32_t n_max);
 
     // attention to each cell, summed over the rows of the window, as computed by the pass, F32 [n_head, n_cells]
+    // the heads in the order of (KV head, reader, head of the reader)
     LLAMA_API int64_t llama_snapkv_get_scores(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, uint32_t n_window, float * out, size_t n_max);
 
-    // rows of K or V as stored, [n_cells, n_head_kv, bytes per head], also for the transposed V; returns bytes
-    LLAMA_API int64_t llama_snapkv_get_rows_raw(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, bool v, uint8_t * out, size_t n_max);
+    // rows of a tensor as stored, [n_cells, n_head_kv, bytes per head], also for the transposed V; returns bytes
+    LLAMA_API int64_t llama_snapkv_get_rows_raw(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, int32_t it, uint8_t * out, size_t n_max);
 
     // the same, converted to F32 [n_cells, n_head_kv, n_embd_head]; returns elements
-    LLAMA_API int64_t llama_snapkv_get_rows_f32(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, bool v, float * out, size_t n_max);
-
-    // attention sinks of layer i, F32 [n_head]; 0 if it has none
-    LLAMA_API int32_t llama_snapkv_get_sinks(struct llama_context * ctx, int32_t i, float * out, int32_t n_max);
+    LLAMA_API int64_t llama_snapkv_get_rows_f32(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, int32_t it, float * out, size_t n_max);
 
     // name and version of this interface, and the mark of its patches in llama.cpp's sources
     LLAMA_API const char * llama_snapkv_build_info(void);

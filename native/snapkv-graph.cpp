@@ -17,7 +17,7 @@ namespace {
 // collects small computations into graphs of bounded size and runs them in the way of the K-shift
 struct graph_runner {
     graph_runner(llama_context & lctx) : sched(lctx.get_sched()), lctx(lctx), res(lctx.get_gf_res_reserve()) {
-        ggml_backend_sched_set_eval_callback(sched, nullptr, nullptr);
+        ggml_backend_sched_set_eval_callback(sched, lctx.get_cparams().cb_eval, lctx.get_cparams().cb_eval_user_data);
         reset();
     }
 
@@ -46,13 +46,22 @@ struct graph_runner {
         n_bytes += ggml_nbytes(t);
     }
 
-    // the backend that holds the buffer runs the node, if it can
-    void place(ggml_tensor * t, ggml_backend_buffer_t buffer) {
-        placed.emplace_back(t, buffer);
+    // add a computation; the backend that holds the buffer runs all of its nodes, if it can: with layers on several backends
+    // the scheduler would spread those that it may choose freely, and a copy into a view on another backend gets lost
+    void expand(ggml_tensor * t, ggml_backend_buffer_t buffer) {
+        auto * gf = res->get_gf();
+
+        const int n_before = ggml_graph_n_nodes(gf);
+        ggml_build_forward_expand(gf, t);
+
+        for (int i = n_before; i < ggml_graph_n_nodes(gf); ++i) {
+            placed.emplace_back(ggml_graph_node(gf, i), buffer);
+        }
     }
 
-    void expand(ggml_tensor * t) {
-        ggml_build_forward_expand(res->get_gf(), t);
+    // the same for a tensor that is written by other computations
+    void place(ggml_tensor * t, ggml_backend_buffer_t buffer) {
+        placed.emplace_back(t, buffer);
     }
 
     // run what there is, if more could be too much
@@ -166,51 +175,53 @@ uint32_t div_up(uint32_t a, uint32_t b) {
 // scores
 //
 
-ggml_status snapkv_compute_scores(
-        llama_context & lctx,
+namespace {
+
+// the sum over the window's rows of one reader's attention, in slices
+// on_scores: [n_head][n] of some of its heads, from head0 on, and of some of the rows: to be added up
+ggml_status add_scores(
+        graph_runner  & run,
         llama_snapkv  & snapkv,
         llama_seq_id    seq_id,
         const snapkv_order & order,
         uint32_t        n_window,
-        const std::vector<uint32_t> & layers,
-        const std::function<void(uint32_t i, std::vector<float> scores)> & on_scores) {
-    const auto & cparams = lctx.get_cparams();
-    const auto & hparams = lctx.get_model().hparams;
+        const llama_snapkv::layer  & layer,
+        const llama_snapkv::reader & reader,
+        const std::function<void(uint32_t head0, uint32_t n_head, bool is_last, const float * data)> & on_scores) {
+    const auto & t_k = layer.tensors[reader.info.i_tensor];
 
     const uint32_t n        = order.size();
     const uint32_t n_prefix = n - n_window;
 
-    graph_runner run(lctx);
+    const int64_t  d       = t_k.info.n_embd_head;
+    const uint32_t n_kv    = layer.info.n_head_kv;
+    const uint32_t n_group = reader.info.n_head/n_kv;
 
-    for (uint32_t i : layers) {
-        const auto & layer = snapkv.layers[i];
+    ggml_tensor * k_cache = snapkv.get_tensor(t_k, seq_id);
 
-        const int64_t  d       = layer.info.n_embd_head_k;
-        const uint32_t n_kv    = layer.info.n_head_kv;
-        const uint32_t n_group = layer.info.n_head/n_kv;
+    // a slice holds some KV heads, else some of the query heads of one, and some rows of the window, but always all cells:
+    // the softmax needs them
+    uint32_t nh_slice = n_kv;
+    uint32_t nw_slice = n_window;
+    uint32_t ng_slice = n_group;
 
-        ggml_tensor * k_cache = snapkv.get_k(i, seq_id);
+    const auto is_too_large = [&]() { return sizeof(float)*n*nh_slice*ng_slice*nw_slice > SNAPKV_N_BYTES_SLICE; };
 
-        // a slice holds some KV heads and some rows of the window, but always all cells, since the softmax needs them
-        const auto n_bytes_kq = [&](uint32_t nh, uint32_t nw) { return sizeof(float)*n*nh*n_group*nw; };
-
-        uint32_t nh_slice = n_kv;
-        uint32_t nw_slice = n_window;
-        while (nh_slice > 1 && n_bytes_kq(nh_slice, nw_slice) > SNAPKV_N_BYTES_SLICE) {
-            nh_slice = div_up(nh_slice, 2);
+    for (uint32_t * n_slice : { &nh_slice, &nw_slice, &ng_slice }) {
+        while (*n_slice > 1 && is_too_large()) {
+            *n_slice = div_up(*n_slice, 2);
         }
-        while (nw_slice > 1 && n_bytes_kq(nh_slice, nw_slice) > SNAPKV_N_BYTES_SLICE) {
-            nw_slice = div_up(nw_slice, 2);
-        }
+    }
 
-        // cells whose K is converted to F32 at a time; not so few that the graph gets long
-        const uint32_t nc_slice = std::max<uint32_t>({ 1, n_prefix/32, (uint32_t) (SNAPKV_N_BYTES_SLICE/2/(sizeof(float)*d*nh_slice)) });
+    // cells whose K is converted to F32 at a time; not so few that the graph gets long
+    const uint32_t nc_slice = std::max<uint32_t>({ 1, n_prefix/32, (uint32_t) (SNAPKV_N_BYTES_SLICE/2/(sizeof(float)*d*nh_slice)) });
 
-        auto scores = std::make_shared<std::vector<float>>((size_t) n_kv*n_group*n, 0.0f);
+    for (uint32_t h0 = 0; h0 < n_kv; h0 += nh_slice) {
+        const uint32_t nh = std::min(nh_slice, n_kv - h0);
 
-        for (uint32_t h0 = 0; h0 < n_kv; h0 += nh_slice) {
-            const uint32_t nh = std::min(nh_slice, n_kv - h0);
-            const uint32_t nq = nh*n_group;
+        for (uint32_t g0 = 0; g0 < n_group; g0 += ng_slice) {
+            const uint32_t head0 = h0*n_group + g0;
+            const uint32_t nq    = nh*std::min(ng_slice, n_group - g0);
 
             for (uint32_t w0 = 0; w0 < n_window; w0 += nw_slice) {
                 const uint32_t nw = std::min(nw_slice, n_window - w0);
@@ -228,9 +239,8 @@ ggml_status snapkv_compute_scores(
                         data[w] = snapkv.ring_row(seq_id, order[n_prefix + w0 + w].first);
                     }
                 });
-                ggml_tensor * q = ggml_get_rows(ctx, layer.q, q_rows);
-                run.place(q, k_cache->buffer);
-                q = ggml_view_3d(ctx, q, d, nq, nw, sizeof(float)*d, q->nb[1], sizeof(float)*d*n_group*h0);
+                ggml_tensor * q = ggml_get_rows(ctx, reader.q, q_rows);
+                q = ggml_view_3d(ctx, q, d, nq, nw, sizeof(float)*d, q->nb[1], sizeof(float)*d*head0);
                 q = ggml_permute(ctx, q, 0, 2, 1, 3);
 
                 // K of one head as one row of the cache
@@ -255,23 +265,14 @@ ggml_status snapkv_compute_scores(
                     });
 
                     ggml_tensor * k = ggml_get_rows(ctx, k_all, k_rows);
-                    run.place(k, k_cache->buffer);
                     k = ggml_reshape_3d(ctx, k, d, nc, nh);
 
                     ggml_tensor * cur = ggml_mul_mat(ctx, k, q); // [nc, nw, nq]
                     ggml_prec_set_acc(cur, GGML_PREC_F32);
 
-                    // as in llm_graph_context::build_attn_mha() with and without flash attention
-                    if (layer.info.softcap != 0.0f) {
-                        float scale = cparams.flash_attn ? layer.info.kq_scale : 1.0f;
-                        if (lctx.get_model().arch == LLM_ARCH_GROK && !cparams.flash_attn) {
-                            cur = ggml_tanh (ctx, ggml_scale(ctx, cur, hparams.f_attn_out_scale/layer.info.softcap));
-                            cur = ggml_scale(ctx, cur, layer.info.softcap);
-                        }
-                        if (hparams.attn_soft_cap) {
-                            cur = ggml_tanh (ctx, ggml_scale(ctx, cur, scale/layer.info.softcap));
-                            cur = ggml_scale(ctx, cur, layer.info.softcap);
-                        }
+                    if (reader.info.softcap != 0.0f) {
+                        cur = ggml_tanh (ctx, ggml_scale(ctx, cur, reader.info.cap_scale/reader.info.softcap));
+                        cur = ggml_scale(ctx, cur, reader.info.softcap);
                     }
 
                     // the window sees all of the prefix, and itself causally
@@ -286,16 +287,14 @@ ggml_status snapkv_compute_scores(
                         cur = ggml_add(ctx, cur, mask);
                     }
 
-                    run.expand(ggml_cpy(ctx, cur, ggml_view_3d(ctx, kq, nc, nw, nq, kq->nb[1], kq->nb[2], sizeof(float)*c0)));
+                    run.expand(ggml_cpy(ctx, cur, ggml_view_3d(ctx, kq, nc, nw, nq, kq->nb[1], kq->nb[2], sizeof(float)*c0)), k_cache->buffer);
 
                     c0 += nc;
                 }
 
-                const bool is_scaled = layer.info.softcap != 0.0f && hparams.attn_soft_cap && cparams.flash_attn;
-
-                ggml_tensor * cur = ggml_soft_max_ext(ctx, kq, nullptr, is_scaled ? 1.0f : layer.info.kq_scale, 0.0f);
-                if (layer.sinks) {
-                    ggml_soft_max_add_sinks(cur, nh == n_kv ? layer.sinks : ggml_view_1d(ctx, layer.sinks, nq, sizeof(float)*n_group*h0));
+                ggml_tensor * cur = ggml_soft_max_ext(ctx, kq, nullptr, reader.info.kq_scale, 0.0f);
+                if (reader.sinks) {
+                    ggml_soft_max_add_sinks(cur, nq == (uint32_t) reader.info.n_head ? reader.sinks : ggml_view_1d(ctx, reader.sinks, nq, sizeof(float)*head0));
                 }
 
                 // sum over the rows of the window, pairwise
@@ -314,20 +313,64 @@ ggml_status snapkv_compute_scores(
                     cur = ggml_add(ctx, cur, rest);
                 }
 
-                run.expand(cur);
+                run.expand(cur, k_cache->buffer);
 
-                const bool is_last = h0 + nh == n_kv && w0 + nw == n_window;
+                const bool is_last = head0 + nq == (uint32_t) reader.info.n_head && w0 + nw == n_window;
 
-                run.output(cur, [=, &on_scores](const float * data) {
-                    float * dst = scores->data() + (size_t) h0*n_group*n;
-                    for (size_t j = 0; j < (size_t) nq*n; ++j) {
-                        dst[j] += data[j];
-                    }
-                    if (is_last) {
-                        on_scores(i, std::move(*scores));
-                    }
+                run.output(cur, [=](const float * data) {
+                    on_scores(head0, nq, is_last, data);
                 });
             }
+        }
+    }
+
+    return GGML_STATUS_SUCCESS;
+}
+
+}
+
+ggml_status snapkv_compute_scores(
+        llama_context & lctx,
+        llama_snapkv  & snapkv,
+        llama_seq_id    seq_id,
+        const snapkv_order & order,
+        uint32_t        n_window,
+        const std::vector<uint32_t> & layers,
+        const std::function<void(uint32_t i, std::vector<float> scores)> & on_scores) {
+    const uint32_t n = order.size();
+
+    graph_runner run(lctx);
+
+    for (uint32_t i : layers) {
+        const auto & layer = snapkv.layers[i];
+
+        const uint32_t n_group_all = layer.info.n_head/layer.info.n_head_kv;
+
+        auto scores = std::make_shared<std::vector<float>>((size_t) layer.info.n_head*n, 0.0f);
+
+        uint32_t g0 = 0; // first head of the reader among those of a KV head
+
+        for (const auto & reader : layer.readers) {
+            const uint32_t n_group = reader.info.n_head/layer.info.n_head_kv;
+
+            const bool is_last_reader = &reader == &layer.readers.back();
+
+            const auto status = add_scores(run, snapkv, seq_id, order, n_window, layer, reader, [=, &on_scores](uint32_t head0, uint32_t n_head, bool is_last, const float * data) {
+                for (uint32_t head = head0; head < head0 + n_head; ++head) {
+                    float * dst = scores->data() + (size_t) (head/n_group*n_group_all + g0 + head%n_group)*n;
+                    for (uint32_t j = 0; j < n; ++j) {
+                        dst[j] += *data++;
+                    }
+                }
+                if (is_last && is_last_reader) {
+                    on_scores(i, std::move(*scores));
+                }
+            });
+            if (status != GGML_STATUS_SUCCESS) {
+                return status;
+            }
+
+            g0 += n_group;
         }
     }
 
@@ -354,12 +397,14 @@ ggml_status snapkv_compute_moves(
     for (uint32_t i = 0; i < snapkv.layers.size(); ++i) {
         const auto & layer = snapkv.layers[i];
 
-        for (const bool is_v : { false, true }) {
-            ggml_tensor * cache = is_v ? snapkv.get_v(i, seq_id) : snapkv.get_k(i, seq_id);
+        for (uint32_t it = 0; it < layer.tensors.size(); ++it) {
+            const auto & t = layer.tensors[it];
 
-            const bool trans = is_v && snapkv.get_v_trans();
+            ggml_tensor * cache = snapkv.get_tensor(t, seq_id);
 
-            const int64_t d = is_v ? layer.info.n_embd_head_v : layer.info.n_embd_head_k;
+            const bool trans = snapkv.is_transposed(t);
+
+            const int64_t d = t.info.n_embd_head;
 
             const size_t n_bytes_head = ggml_row_size(cache->type, d);
 
@@ -400,7 +445,7 @@ ggml_status snapkv_compute_moves(
 
                 ggml_context * ctx = run.ctx();
 
-                ggml_tensor * idx_src = run.input<int32_t>(GGML_TYPE_I32, { INPUT_SRC, i, is_v, trans, u0 }, (int64_t) n_dst*nu, 1, [&](int32_t * data) {
+                ggml_tensor * idx_src = run.input<int32_t>(GGML_TYPE_I32, { INPUT_SRC, i, it, u0 }, (int64_t) n_dst*nu, 1, [&](int32_t * data) {
                     for (uint32_t u = u0; u < u0 + nu; ++u) {
                         for (uint32_t j : keep[i][u/n_unit_head]) {
                             *data++ = row(order[j].second, u);
@@ -418,11 +463,9 @@ ggml_status snapkv_compute_moves(
                 ggml_tensor * rows = view_as_rows(ctx, cache, type, n_row, n_unit*kv_size);
 
                 ggml_tensor * cur = ggml_get_rows(ctx, rows, idx_src);
-                run.place(cur, cache->buffer);
                 cur = ggml_set_rows(ctx, rows, cur, idx_dst);
-                run.place(cur, cache->buffer);
 
-                run.expand(cur);
+                run.expand(cur, cache->buffer);
             }
         }
     }

@@ -15,7 +15,7 @@ struct llama_context;
 constexpr size_t SNAPKV_N_BYTES_SLICE = 12*1024*1024;
 
 // attention of the last n_window cells of the order to each cell, summed over them, per layer and query head
-// on_scores is called once per layer: [n_head][n]
+// on_scores is called once per layer: [n_head][n], heads in the order of (KV head, reader, head of the reader)
 // the queries of these cells must be in the ring
 ggml_status snapkv_compute_scores(
         llama_context & lctx,
@@ -26,7 +26,7 @@ ggml_status snapkv_compute_scores(
         const std::vector<uint32_t> & layers,
         const std::function<void(uint32_t i, std::vector<float> scores)> & on_scores);
 
-// K and V rows of the cells order[keep[layer][head][j]] go to the cells dst[j], as they are stored
+// rows of the cells order[keep[layer][head][j]] go to the cells dst[j], as they are stored
 // keep: by layer and KV head, ascending; the source cells can be overwritten
 ggml_status snapkv_compute_moves(
         llama_context & lctx,

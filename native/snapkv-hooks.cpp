@@ -2,50 +2,116 @@
 
 #include "llama-graph.h"
 #include "llama-impl.h"
+#include "llama-kv-cache-dsa-iswa.h"
+#include "llama-kv-cache-dsa.h"
+#include "llama-kv-cache-iswa.h"
 #include "llama-kv-cache.h"
+#include "llama-memory-hybrid-idx.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-memory-recurrent.h"
 #include "llama-model.h"
 
 #include <algorithm>
 #include <limits>
 #include <new>
 
-llama_snapkv::llama_snapkv(llama_kv_cache & kv, llama_snapkv_params params, uint32_t n_seq_max) :
-    kv(kv), params(params), n_ring(params.n_window + N_RING_SLACK), seqs(n_seq_max) {
+llama_snapkv::llama_snapkv(llama_kv_cache & kv, llama_kv_cache * kv_idx, llama_snapkv_params params, uint32_t n_seq_max) :
+    kv(kv), kv_idx(kv_idx), params(params), n_ring(params.n_window + N_RING_SLACK), seqs(n_seq_max) {
     for (auto & seq : seqs) {
         seq.ring.assign(n_ring, -1);
     }
 
-    const auto & hparams = kv.hparams;
+    const auto add_tensor = [](layer & dst, const llama_kv_cache & src, uint32_t ikv, bool is_v) {
+        const auto & cur = src.layers[ikv];
+
+        tensor t = {};
+
+        t.info.il          = cur.il;
+        t.info.n_embd_head = is_v ? src.hparams.n_embd_head_v(cur.il) : src.hparams.n_embd_head_k(cur.il);
+        t.info.is_v        = is_v;
+        t.info.type        = (is_v ? cur.v : cur.k)->type;
+        t.kv               = &src;
+        t.ikv              = ikv;
+
+        dst.tensors.push_back(t);
+    };
+
+    // by layer in kv: index in layers, index of its K
+    std::map<uint32_t, std::pair<uint32_t, uint32_t>> ikv_to_k;
+
+    for (uint32_t ikv = 0; ikv < kv.layers.size(); ++ikv) {
+        const auto & src = kv.layers[ikv];
+        if (kv.hparams.n_head_kv(src.il) == 0) {
+            continue; // a layer without attention
+        }
+
+        // a layer without an indexer of its own attends to what the one before chose, so it keeps the same cells
+        const auto it_idx = kv_idx ? kv_idx->map_layer_ids.find(src.il) : std::unordered_map<int32_t, int32_t>::const_iterator();
+
+        const bool has_idx = kv_idx && it_idx != kv_idx->map_layer_ids.end();
+
+        if (!kv_idx || has_idx || layers.empty()) {
+            auto & dst = layers.emplace_back();
+
+            dst.info.il        = src.il;
+            dst.info.n_head_kv = kv.hparams.n_head_kv(src.il);
+        }
+
+        auto & dst = layers.back();
+
+        ikv_to_k[ikv] = { layers.size() - 1, dst.tensors.size() };
+
+        add_tensor(dst, kv, ikv, false);
+        if (src.v) {
+            add_tensor(dst, kv, ikv, true);
+        }
+        if (has_idx) {
+            add_tensor(dst, *kv_idx, it_idx->second, false);
+        }
+    }
+
+    // which layers read them, in ascending order
+    const std::map<int32_t, int32_t> il_to_ikv(kv.map_layer_ids.begin(), kv.map_layer_ids.end());
 
     std::map<ggml_backend_buffer_type_t, ggml_context_ptr> ctxs;
 
-    for (const auto & src : kv.layers) {
-        const int32_t il = src.il;
+    for (const auto & [il, ikv] : il_to_ikv) {
+        const auto it = ikv_to_k.find(ikv);
+        if (it == ikv_to_k.end() || kv.hparams.n_head(il) == 0) {
+            continue;
+        }
 
-        layer dst = {};
+        auto & dst = layers[it->second.first];
 
-        dst.info.il            = il;
-        dst.info.n_head        = hparams.n_head(il);
-        dst.info.n_head_kv     = hparams.n_head_kv(il);
-        dst.info.n_embd_head_k = hparams.n_embd_head_k(il);
-        dst.info.n_embd_head_v = hparams.n_embd_head_v(il);
-        dst.info.type_k        = src.k->type;
-        dst.info.type_v        = src.v->type;
-
-        auto & ctx = ctxs[ggml_backend_buffer_get_type(src.k->buffer)];
+        auto & ctx = ctxs[ggml_backend_buffer_get_type(kv.layers[ikv].k->buffer)];
         if (!ctx) {
-            ctx.reset(ggml_init({ /*.mem_size =*/ kv.layers.size()*ggml_tensor_overhead(), /*.mem_buffer =*/ nullptr, /*.no_alloc =*/ true }));
+            ctx.reset(ggml_init({ /*.mem_size =*/ il_to_ikv.size()*ggml_tensor_overhead(), /*.mem_buffer =*/ nullptr, /*.no_alloc =*/ true }));
             if (!ctx) {
                 throw std::bad_alloc();
             }
         }
 
-        dst.q = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, dst.info.n_embd_head_k*dst.info.n_head, n_ring*n_seq_max + 1);
-        ggml_format_name(dst.q, "snapkv_q_l%d", il);
+        reader r = {};
 
-        il_to_layer[il] = layers.size();
+        r.info.il       = il;
+        r.info.n_head   = kv.hparams.n_head(il);
+        r.info.i_tensor = it->second.second;
 
-        layers.push_back(dst);
+        r.q = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, (int64_t) dst.tensors[r.info.i_tensor].info.n_embd_head*r.info.n_head, n_ring*n_seq_max + 1);
+        ggml_format_name(r.q, "snapkv_q_l%d", il);
+
+        il_to_reader[il] = { it->second.first, dst.readers.size() };
+
+        dst.readers.push_back(r);
+    }
+
+    for (auto & layer : layers) {
+        for (const auto & r : layer.readers) {
+            layer.info.n_head += r.info.n_head;
+        }
+        layer.info.n_tensor = layer.tensors.size();
+        layer.info.n_reader = layer.readers.size();
     }
 
     for (auto & [buft, ctx] : ctxs) {
@@ -60,6 +126,46 @@ llama_snapkv::llama_snapkv(llama_kv_cache & kv, llama_snapkv_params params, uint
 
         ctxs_bufs.emplace_back(std::move(ctx), std::move(buf));
     }
+}
+
+llama_snapkv::caches llama_snapkv::get_caches(llama_memory_i * memory) {
+    caches res;
+
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
+        res.recr = hybrid->get_mem_recr();
+        memory   = hybrid->get_mem_attn();
+    } else if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
+        // an indexer of this kind reads blocks of positions
+        const auto * hybrid_idx = dynamic_cast<llama_memory_hybrid_idx *>(memory);
+        if (hybrid_idx && hybrid_idx->get_mem_idx()) {
+            return res;
+        }
+        res.recr = hybrid->get_mem_recr();
+        memory   = hybrid->get_mem_attn();
+    }
+
+    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
+        res.swa = iswa->get_swa();
+        memory  = iswa->get_base();
+    } else if (auto * iswa = dynamic_cast<llama_kv_cache_dsa_iswa *>(memory)) {
+        res.swa = iswa->get_swa();
+        memory  = iswa->get_dsa();
+    }
+
+    if (auto * dsa = dynamic_cast<llama_kv_cache_dsa *>(memory)) {
+        res.idx = dsa->get_lid();
+        memory  = dsa->get_mla();
+    }
+
+    res.kv = dynamic_cast<llama_kv_cache *>(memory);
+
+    return res;
+}
+
+llama_snapkv * llama_snapkv::of(llama_memory_i * memory) {
+    const auto caches = get_caches(memory);
+
+    return caches.kv ? caches.kv->get_snapkv() : nullptr;
 }
 
 size_t llama_snapkv::ring_size() const {
@@ -117,14 +223,19 @@ struct llm_graph_input_snapkv : public llm_graph_input_i {
 }
 
 void llama_snapkv::on_attn(const llm_graph_context & g, ggml_tensor * q, ggml_tensor * kq_b, ggml_tensor * sinks, float kq_scale, int il) {
-    const auto it = il_to_layer.find(il);
-    if (it == il_to_layer.end()) {
-        return; // the sliding-window half
+    const auto it = il_to_reader.find(il);
+    if (it == il_to_reader.end()) {
+        return; // no attention heads
     }
 
-    layer & dst = layers[it->second];
+    const auto & layer = layers[it->second.first];
 
-    if (q->type != GGML_TYPE_F32 || q->ne[0] != dst.info.n_embd_head_k || q->ne[1] != dst.info.n_head || q->ne[2] != g.ubatch.n_tokens) {
+    reader & dst = layers[it->second.first].readers[it->second.second];
+
+    const int64_t n_embd_head = layer.tensors[dst.info.i_tensor].info.n_embd_head;
+
+    if (q->type != GGML_TYPE_F32 || q->ne[0] != n_embd_head || q->ne[1] != dst.info.n_head || q->ne[2] != g.ubatch.n_tokens ||
+            dst.info.n_head % layer.info.n_head_kv != 0) {
         return; // not captured: llama_snapkv_init() refuses the model
     }
 
@@ -139,11 +250,13 @@ void llama_snapkv::on_attn(const llm_graph_context & g, ggml_tensor * q, ggml_te
         inp = static_cast<llm_graph_input_snapkv *>(g.res->add_input(std::make_unique<llm_graph_input_snapkv>(this, g.ctx0, g.ubatch.n_tokens)));
     }
 
-    // the scale, the sinks and the soft-cap are known only here
-    const bool softcap = g.hparams.attn_soft_cap || (g.arch == LLM_ARCH_GROK && !g.cparams.flash_attn);
+    // the scale, the sinks and the soft-cap are known only here, see llm_graph_context::build_attn_mha()
+    const bool is_grok = g.arch == LLM_ARCH_GROK && !g.cparams.flash_attn;
+    const bool is_caps = is_grok || g.hparams.attn_soft_cap;
 
-    dst.info.kq_scale  = kq_scale;
-    dst.info.softcap   = softcap ? g.hparams.f_attn_logit_softcapping : 0.0f;
+    dst.info.softcap   = is_caps ? g.hparams.f_attn_logit_softcapping : 0.0f;
+    dst.info.cap_scale = is_grok ? g.hparams.f_attn_out_scale : is_caps && g.cparams.flash_attn ? kq_scale : 1.0f;
+    dst.info.kq_scale  = is_caps && g.cparams.flash_attn ? 1.0f : kq_scale;
     dst.info.has_sinks = sinks != nullptr;
     dst.sinks          = sinks;
     dst.captured       = true;
@@ -172,19 +285,15 @@ void llama_snapkv::ring_copies(const llama_ubatch & ubatch, int32_t * tokens, in
         }
     }
 
+    // from the last token on: tokens of an image share their position, and can be more than the ring takes
     uint32_t n_used = 0;
-    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+    for (uint32_t i = ubatch.n_tokens; i-- > 0 && n_used < n; ) {
         const llama_seq_id seq_id = ubatch.seq_id[i][0];
         const llama_pos    pos    = ubatch.pos[i];
 
         // a token of several sequences has no row of its own, its cell is shared
         if (ubatch.n_seq_id[i] != 1 || !has_seq(seq_id) || pos + (llama_pos) n_ring <= pos_max[seq_id]) {
             continue;
-        }
-
-        // positions that occur twice in a ubatch can be more than the ring takes
-        if (n_used == n) {
-            break;
         }
 
         tokens[n_used] = i;
@@ -220,6 +329,10 @@ bool llama_snapkv::can_seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) c
     const bool whole = p0 <= 0 && (p1 < 0 || p1 > kv.seq_pos_max(seq_id));
 
     return whole || p0 > seqs[seq_id].frontier;
+}
+
+llama_pos llama_snapkv::seq_pos_min(llama_seq_id seq_id) const {
+    return kv.seq_pos_min(seq_id);
 }
 
 bool llama_snapkv::on_seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
@@ -343,6 +456,9 @@ uint32_t llama_snapkv::get_n_tail(llama_seq_id seq_id, const std::vector<std::pa
         if (cur.first <= frontier || cur.first != order.back().first - (llama_pos) res) {
             break;
         }
+        if (res + 1 < order.size() && order[order.size() - 2 - res].first == cur.first) {
+            break; // tokens of an image
+        }
         res++;
     }
 
@@ -417,16 +533,14 @@ std::vector<uint32_t> llama_snapkv::get_lowest_cells(llama_seq_id seq_id, uint32
     return res;
 }
 
-ggml_tensor * llama_snapkv::get_k(uint32_t i, llama_seq_id seq_id) const {
-    return kv.layers[i].k_stream[kv.get_stream(seq_id)];
+ggml_tensor * llama_snapkv::get_tensor(const tensor & t, llama_seq_id seq_id) const {
+    const auto & layer = t.kv->layers[t.ikv];
+
+    return (t.info.is_v ? layer.v_stream : layer.k_stream)[t.kv->get_stream(seq_id)];
 }
 
-ggml_tensor * llama_snapkv::get_v(uint32_t i, llama_seq_id seq_id) const {
-    return kv.layers[i].v_stream[kv.get_stream(seq_id)];
-}
-
-bool llama_snapkv::get_v_trans() const {
-    return kv.v_trans;
+bool llama_snapkv::is_transposed(const tensor & t) const {
+    return t.info.is_v && t.kv->v_trans;
 }
 
 uint32_t llama_snapkv::get_kv_size() const {
@@ -439,30 +553,36 @@ void llama_snapkv::set_compacted(
         const std::vector<uint32_t> & dst,
         uint32_t n_tail,
         std::shared_ptr<const kept_positions> kept) {
-    auto & cells = kv.v_cells[kv.get_stream(seq_id)];
-
     const size_t    n_src    = order.size();
     const size_t    n_dst    = dst.size();
     const llama_pos pos_max  = order.back().first;
     const llama_pos frontier = pos_max - (llama_pos) n_tail;
 
-    // the last n_dst tokens' extra info, so that lookups of the tokens before the next one stay right
-    std::vector<llama_kv_cell_ext> exts;
-    for (size_t j = 0; j < n_dst; ++j) {
-        exts.push_back(cells.ext_get(order[n_src - n_dst + j].second));
-    }
-
     const auto ring = seqs[seq_id].ring;
 
-    const bool ok = kv.seq_rm(seq_id, -1, -1);
-    GGML_ASSERT(ok && "removing a whole sequence is always possible");
+    for (llama_kv_cache * cur : { &kv, kv_idx }) {
+        if (!cur) {
+            continue;
+        }
 
-    for (size_t j = 0; j < n_dst; ++j) {
-        const bool is_tail = j >= n_dst - n_tail;
+        auto & cells = cur->v_cells[cur->get_stream(seq_id)];
 
-        cells.pos_set(dst[j], is_tail ? order[n_src - n_dst + j].first : frontier);
-        cells.ext_set(dst[j], exts[j]);
-        cells.seq_add(dst[j], seq_id);
+        // the last n_dst tokens' extra info, so that lookups of the tokens before the next one stay right
+        std::vector<llama_kv_cell_ext> exts;
+        for (size_t j = 0; j < n_dst; ++j) {
+            exts.push_back(cells.ext_get(order[n_src - n_dst + j].second));
+        }
+
+        const bool ok = cur->seq_rm(seq_id, -1, -1);
+        GGML_ASSERT(ok && "removing a whole sequence is always possible");
+
+        for (size_t j = 0; j < n_dst; ++j) {
+            const bool is_tail = j >= n_dst - n_tail;
+
+            cells.pos_set(dst[j], is_tail ? order[n_src - n_dst + j].first : frontier);
+            cells.ext_set(dst[j], exts[j]);
+            cells.seq_add(dst[j], seq_id);
+        }
     }
 
     auto & seq = seqs[seq_id];
@@ -473,27 +593,18 @@ void llama_snapkv::set_compacted(
     seq.ring     = ring;
 }
 
-void llama_snapkv::drop(llama_seq_id seq_id) {
-    kv.seq_rm(seq_id, -1, -1);
-}
 
 llama_snapkv_status llama_snapkv::check_cache(const llama_kv_cache & kv) {
-    if (kv.other || kv.n_swa > 0 || kv.layers.empty()) {
+    if (kv.other) {
         return LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY;
     }
-    for (const auto & layer : kv.layers) {
-        if (!layer.k || !layer.v || kv.hparams.n_head_kv(layer.il) == 0) {
-            return LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY;
-        }
-    }
-    if (kv.map_layer_ids.size() != kv.layers.size()) {
-        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_SHARED_KV;
+
+    const bool has_attn = std::any_of(kv.layers.begin(), kv.layers.end(), [&](const auto & layer) { return kv.hparams.n_head_kv(layer.il) > 0; });
+    if (!has_attn || kv.swa_type != LLAMA_SWA_TYPE_NONE) {
+        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_SWA;
     }
     if (kv.hparams.use_alibi || kv.hparams.f_max_alibi_bias > 0.0f) {
         return LLAMA_SNAPKV_STATUS_UNSUPPORTED_ALIBI;
-    }
-    if (kv.hparams.n_pos_per_embd() > 1) {
-        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_MROPE;
     }
     return LLAMA_SNAPKV_STATUS_OK;
 }

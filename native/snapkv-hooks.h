@@ -17,23 +17,41 @@ struct llama_ubatch;
 
 class llama_kv_cache;
 class llama_kv_cells;
+class llama_memory_recurrent;
+struct llama_memory_i;
 
 struct llama_snapkv {
     // spare rows of the query ring: a roll-back of that many tokens leaves a full window
     static constexpr uint32_t N_RING_SLACK = 16;
 
-    struct layer {
-        llama_snapkv_layer info;
+    // rows that move together with those of the layer's other tensors
+    struct tensor {
+        llama_snapkv_tensor info;
 
-        // query ring, in the buffer type of the layer's K, as rows of all heads
+        const llama_kv_cache * kv;
+        uint32_t ikv; // index in its layers
+    };
+
+    // a layer of the model whose queries score the rows
+    struct reader {
+        llama_snapkv_reader info;
+
+        // query ring, in the buffer type of the K that it reads, as rows of all heads
         // the row of position p of sequence s is s*n_ring + p % n_ring, the last row takes what is not kept
-        ggml_tensor * q = nullptr; // F32 [n_embd_head_k*n_head, n_ring*n_seq_max + 1]
+        ggml_tensor * q = nullptr; // F32 [n_embd_head*n_head, n_ring*n_seq_max + 1]
 
         ggml_tensor * sinks = nullptr; // F32 [n_head], a weight of the model
 
         // set when a graph is built, see on_attn()
         bool captured = false;
         bool has_bias = false;
+    };
+
+    struct layer {
+        llama_snapkv_layer info;
+
+        std::vector<tensor> tensors;
+        std::vector<reader> readers;
     };
 
     // original positions of the rows in the cells at the frontier, by [layer*n_head_kv + head][cell in order]
@@ -48,8 +66,22 @@ struct llama_snapkv {
         std::shared_ptr<const kept_positions> kept; // null: not known
     };
 
+    // kv_idx: cache of the indexer's keys, whose cells are those of kv, null: none
     // allocates the ring, throws std::bad_alloc
-    llama_snapkv(llama_kv_cache & kv, llama_snapkv_params params, uint32_t n_seq_max);
+    llama_snapkv(llama_kv_cache & kv, llama_kv_cache * kv_idx, llama_snapkv_params params, uint32_t n_seq_max);
+
+    // parts of a context's memory, null if it has none such
+    struct caches {
+        llama_kv_cache         * kv   = nullptr; // whose cells are compacted
+        llama_kv_cache         * idx  = nullptr;
+        llama_kv_cache         * swa  = nullptr; // sliding-window layers
+        llama_memory_recurrent * recr = nullptr;
+    };
+
+    static caches get_caches(llama_memory_i * memory);
+
+    // null unless llama_snapkv_init() was called
+    static llama_snapkv * of(llama_memory_i * memory);
 
     //
     // hooks
@@ -62,7 +94,10 @@ struct llama_snapkv {
     // seq_id < 0: any sequence
     bool can_seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) const;
 
-    // the same, and forgets what is removed if it is true
+    // smallest position of which the compacted cells leave something to go on from
+    llama_pos seq_pos_min(llama_seq_id seq_id) const;
+
+    // as can_seq_rm(), and forgets what is removed if it is true
     bool on_seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1);
 
     void on_clear();
@@ -110,10 +145,9 @@ struct llama_snapkv {
     // the n lowest cells that are the sequence's or free, so that those above leave the attention range
     std::vector<uint32_t> get_lowest_cells(llama_seq_id seq_id, uint32_t n) const;
 
-    // K or V of the sequence's stream, [n_embd_gqa, kv_size] as the cache declares them
-    ggml_tensor * get_k(uint32_t i, llama_seq_id seq_id) const;
-    ggml_tensor * get_v(uint32_t i, llama_seq_id seq_id) const;
-    bool     get_v_trans() const;
+    // the rows of the sequence's stream, [n_embd_gqa, kv_size] as the cache declares them
+    ggml_tensor * get_tensor(const tensor & t, llama_seq_id seq_id) const;
+    bool     is_transposed(const tensor & t) const;
     uint32_t get_kv_size() const;
 
     // the sequence's rows were moved into the cells dst (ascending; its own or free ones), kept: see kept_positions, n_tail: cells that keep their position
@@ -124,15 +158,13 @@ struct llama_snapkv {
             uint32_t n_tail,
             std::shared_ptr<const kept_positions> kept);
 
-    // remove the sequence whatever its state
-    void drop(llama_seq_id seq_id);
-
     // LLAMA_SNAPKV_STATUS_OK if this class of cache can be compacted
     static llama_snapkv_status check_cache(const llama_kv_cache & kv);
 
     static void attach(llama_kv_cache & kv, std::shared_ptr<llama_snapkv> snapkv);
 
     llama_kv_cache & kv;
+    llama_kv_cache * kv_idx; // can be null
 
     const llama_snapkv_params params;
 
@@ -141,9 +173,10 @@ struct llama_snapkv {
 
     const uint32_t n_ring; // rows per sequence
 
-    std::vector<layer> layers;                // by index in the cache
-    std::unordered_map<int32_t, uint32_t> il_to_layer;
-    std::vector<sequence> seqs;               // by sequence id
+    std::vector<layer> layers;
+    std::vector<sequence> seqs; // by sequence id
+
+    std::unordered_map<int32_t, std::pair<uint32_t, uint32_t>> il_to_reader; // index of the layer, of its reader
 
     std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> ctxs_bufs;
 };

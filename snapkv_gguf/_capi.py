@@ -25,15 +25,14 @@ class Status(IntEnum):
     NO_QUERIES = -4
     SHARED_CELLS = -5
     UNSUPPORTED_RECURRENT = -6
-    UNSUPPORTED_HYBRID = -7
+    UNSUPPORTED_SWA = -7
     UNSUPPORTED_MEMORY = -8
     UNSUPPORTED_ENCODER = -9
     UNSUPPORTED_EMBEDDINGS = -10
     UNSUPPORTED_ALIBI = -11
-    UNSUPPORTED_MROPE = -12
-    UNSUPPORTED_SHARED_KV = -13
-    UNSUPPORTED_BIAS = -14
-    NOT_EMPTY = -15
+    UNSUPPORTED_BIAS = -12
+    UNSUPPORTED_QUERIES = -13
+    NOT_EMPTY = -14
     FAILED_RESERVE = -19
     ABORTED = -20
     FAILED_COMPUTE = -21
@@ -89,34 +88,65 @@ class Stats(ctypes.Structure):
 
 
 class _Layer(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in ("il", "n_head", "n_head_kv", "n_tensor", "n_reader")]
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("il", ctypes.c_int32),
+        ("n_embd_head", ctypes.c_int32),
+        ("is_v", ctypes.c_bool),
+        ("type", ctypes.c_int),
+    ]
+
+
+class _Reader(ctypes.Structure):
     _fields_ = [
         ("il", ctypes.c_int32),
         ("n_head", ctypes.c_int32),
-        ("n_head_kv", ctypes.c_int32),
-        ("n_embd_head_k", ctypes.c_int32),
-        ("n_embd_head_v", ctypes.c_int32),
-        ("type_k", ctypes.c_int),
-        ("type_v", ctypes.c_int),
+        ("i_tensor", ctypes.c_int32),
         ("kq_scale", ctypes.c_float),
+        ("cap_scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("has_sinks", ctypes.c_bool),
     ]
 
 
 @dataclass(frozen=True)
+class Tensor:
+    """Rows that move together with those of the layer's other tensors; ``type`` is a ggml_type number."""
+
+    il: int
+    n_embd_head: int
+    is_v: bool
+    type: int
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A layer of the model whose queries score the rows; ``i_tensor`` is the K that they multiply.
+
+    Its logits are kq_scale * cap(cap_scale * q.k).
+    """
+
+    il: int
+    n_head: int
+    i_tensor: int
+    kq_scale: float
+    cap_scale: float
+    softcap: float
+    has_sinks: bool
+
+
+@dataclass(frozen=True)
 class Layer:
-    """A layer that the pass compacts; types are ggml_type numbers, ``il`` the layer's index in the model."""
+    """A layer that the pass compacts; ``n_head`` counts the query heads of all readers."""
 
     il: int
     n_head: int
     n_head_kv: int
-    n_embd_head_k: int
-    n_embd_head_v: int
-    type_k: int
-    type_v: int
-    kq_scale: float
-    softcap: float
-    has_sinks: bool
+    tensors: tuple[Tensor, ...]
+    readers: tuple[Reader, ...]
 
 
 class SnapKVError(RuntimeError):
@@ -167,13 +197,15 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ring_size": (ctypes.c_size_t, [_ctx]),
     "n_layer": (_i32, [_ctx]),
     "get_layer": (ctypes.c_bool, [_ctx, _i32, ctypes.POINTER(_Layer)]),
+    "get_tensor": (ctypes.c_bool, [_ctx, _i32, _i32, ctypes.POINTER(_Tensor)]),
+    "get_reader": (ctypes.c_bool, [_ctx, _i32, _i32, ctypes.POINTER(_Reader)]),
     "get_cells": (_i32, [_ctx, _seq, _i32_p, _i32_p, _i32]),
     "get_kept": (_i32, [_ctx, _seq, _i32, _i32, _i32_p, _i32]),
-    "get_queries": (_i32, [_ctx, _seq, _i32, _f32_p, ctypes.c_size_t]),
+    "get_queries": (_i32, [_ctx, _seq, _i32, _i32, _f32_p, ctypes.c_size_t]),
     "get_scores": (ctypes.c_int64, [_ctx, _seq, _i32, ctypes.c_uint32, _f32_p, ctypes.c_size_t]),
-    "get_rows_raw": (ctypes.c_int64, [_ctx, _seq, _i32, ctypes.c_bool, _u8_p, ctypes.c_size_t]),
-    "get_rows_f32": (ctypes.c_int64, [_ctx, _seq, _i32, ctypes.c_bool, _f32_p, ctypes.c_size_t]),
-    "get_sinks": (_i32, [_ctx, _i32, _f32_p, _i32]),
+    "get_rows_raw": (ctypes.c_int64, [_ctx, _seq, _i32, _i32, _u8_p, ctypes.c_size_t]),
+    "get_rows_f32": (ctypes.c_int64, [_ctx, _seq, _i32, _i32, _f32_p, ctypes.c_size_t]),
+    "get_sinks": (_i32, [_ctx, _i32, _i32, _f32_p, _i32]),
     "build_info": (ctypes.c_char_p, []),
 }
 
@@ -252,12 +284,18 @@ def ring_size(ctx: Any) -> int:
 
 def layers(ctx: Any) -> list[Layer]:
     """The layers that the pass compacts."""
+
+    def get(name: str, struct: Any, *index: int) -> tuple[Any, ...]:
+        if not _c[name](ctx, *index, ctypes.byref(struct)):
+            raise IndexError(f"llama_snapkv_{name}: no {index}")
+        return tuple(getattr(struct, field) for field, _ in struct._fields_)
+
     found = []
     for i in range(_c["n_layer"](ctx)):
-        layer = _Layer()
-        if not _c["get_layer"](ctx, i, ctypes.byref(layer)):
-            raise IndexError(f"llama_snapkv_get_layer: no layer {i}")
-        found.append(Layer(*(getattr(layer, name) for name in Layer.__dataclass_fields__)))
+        il, n_head, n_head_kv, n_tensor, n_reader = get("get_layer", _Layer(), i)
+        tensors = tuple(Tensor(*get("get_tensor", _Tensor(), i, t)) for t in range(n_tensor))
+        readers = tuple(Reader(*get("get_reader", _Reader(), i, r)) for r in range(n_reader))
+        found.append(Layer(il, n_head, n_head_kv, tensors, readers))
     return found
 
 
@@ -278,49 +316,52 @@ def kept(ctx: Any, seq_id: int, i: int, ih: int) -> npt.NDArray[np.int32]:
 
 def n_queries(ctx: Any, seq_id: int, i: int) -> int:
     """Captured queries of the sequence's last tokens in compacted layer i."""
-    return _filled(_c["get_queries"](ctx, seq_id, i, None, 0))
+    return _filled(_c["get_queries"](ctx, seq_id, i, 0, None, 0))
 
 
-def queries(ctx: Any, seq_id: int, i: int) -> npt.NDArray[np.float32]:
-    """Captured queries as they multiply the cached K: [rows, n_head, n_embd_head_k]."""
+def queries(ctx: Any, seq_id: int, i: int, r: int = 0) -> npt.NDArray[np.float32]:
+    """Captured queries of reader r as they multiply the cached K: [rows, n_head, n_embd_head]."""
     layer = layers(ctx)[i]
-    out = np.empty((n_queries(ctx, seq_id, i), layer.n_head, layer.n_embd_head_k), np.float32)
-    _filled(_c["get_queries"](ctx, seq_id, i, out.ctypes.data_as(_f32_p), out.size), out.shape[0])
+    reader = layer.readers[r]
+    shape = (n_queries(ctx, seq_id, i), reader.n_head, layer.tensors[reader.i_tensor].n_embd_head)
+    out = np.empty(shape, np.float32)
+    _filled(_c["get_queries"](ctx, seq_id, i, r, out.ctypes.data_as(_f32_p), out.size), out.shape[0])
     return out
 
 
 def scores(ctx: Any, seq_id: int, i: int, n_window: int) -> npt.NDArray[np.float32]:
-    """Attention to each cell, summed over the rows of the window, as computed by the pass: [n_head, n_cells]."""
+    """Attention to each cell, summed over the rows of the window, as computed by the pass: [n_head, n_cells].
+
+    The heads come in the order of (KV head, reader, head of the reader).
+    """
     out = np.empty((layers(ctx)[i].n_head, n_cells(ctx, seq_id)), np.float32)
     _filled(_c["get_scores"](ctx, seq_id, i, n_window, out.ctypes.data_as(_f32_p), out.size), out.size)
     return out
 
 
-def rows_raw(ctx: Any, seq_id: int, i: int, v: bool) -> npt.NDArray[np.uint8]:
-    """Rows of K or V as stored: [n_cells, n_head_kv, bytes per head]."""
+def rows_raw(ctx: Any, seq_id: int, i: int, t: int) -> npt.NDArray[np.uint8]:
+    """Rows of tensor t as stored: [n_cells, n_head_kv, bytes per head]."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     layer = layers(ctx)[i]
-    kind, dim = (layer.type_v, layer.n_embd_head_v) if v else (layer.type_k, layer.n_embd_head_k)
-    block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-    out = np.empty((n_cells(ctx, seq_id), layer.n_head_kv, dim // block * size), np.uint8)
-    _filled(_c["get_rows_raw"](ctx, seq_id, i, v, out.ctypes.data_as(_u8_p), out.size), out.size)
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType(layer.tensors[t].type)]
+    out = np.empty((n_cells(ctx, seq_id), layer.n_head_kv, layer.tensors[t].n_embd_head // block * size), np.uint8)
+    _filled(_c["get_rows_raw"](ctx, seq_id, i, t, out.ctypes.data_as(_u8_p), out.size), out.size)
     return out
 
 
-def rows_f32(ctx: Any, seq_id: int, i: int, v: bool) -> npt.NDArray[np.float32]:
-    """Rows of K or V converted to F32: [n_cells, n_head_kv, n_embd_head]."""
+def rows_f32(ctx: Any, seq_id: int, i: int, t: int) -> npt.NDArray[np.float32]:
+    """Rows of tensor t converted to F32: [n_cells, n_head_kv, n_embd_head]."""
     layer = layers(ctx)[i]
-    dim = layer.n_embd_head_v if v else layer.n_embd_head_k
-    out = np.empty((n_cells(ctx, seq_id), layer.n_head_kv, dim), np.float32)
-    _filled(_c["get_rows_f32"](ctx, seq_id, i, v, out.ctypes.data_as(_f32_p), out.size), out.size)
+    out = np.empty((n_cells(ctx, seq_id), layer.n_head_kv, layer.tensors[t].n_embd_head), np.float32)
+    _filled(_c["get_rows_f32"](ctx, seq_id, i, t, out.ctypes.data_as(_f32_p), out.size), out.size)
     return out
 
 
-def sinks(ctx: Any, i: int) -> npt.NDArray[np.float32] | None:
-    """Attention sinks of compacted layer i, [n_head], None if it has none."""
-    out = np.empty(layers(ctx)[i].n_head, np.float32)
-    return out if _filled(_c["get_sinks"](ctx, i, out.ctypes.data_as(_f32_p), out.size)) else None
+def sinks(ctx: Any, i: int, r: int = 0) -> npt.NDArray[np.float32] | None:
+    """Attention sinks of reader r, [n_head], None if it has none."""
+    out = np.empty(layers(ctx)[i].readers[r].n_head, np.float32)
+    return out if _filled(_c["get_sinks"](ctx, i, r, out.ctypes.data_as(_f32_p), out.size)) else None
 
 
 def _filled(n: int, expected: int | None = None) -> int:

@@ -87,16 +87,18 @@ def default_depths(model: str) -> tuple[int, ...]:
 
 
 def bytes_per_cell(llm: Llama) -> int:
-    """K and V bytes of one cell in the compacted layers of an instance with snapkv."""
+    """Bytes of one cell in the compacted layers of an instance with snapkv."""
     return sum(
-        layer.n_head_kv * (_row(layer.type_k, layer.n_embd_head_k) + _row(layer.type_v, layer.n_embd_head_v))
+        layer.n_head_kv * _row(tensor.type, tensor.n_embd_head)
         for layer in _capi.layers(llm.ctx)
+        for tensor in layer.tensors
     )
 
 
 def compacts_all_layers(llm: Llama) -> bool:
     """Whether there are no layers that a pass leaves alone, such as those with a sliding window."""
-    return len(_capi.layers(llm.ctx)) == int(llama_cpp.llama_model_n_layer(llm._model.model))
+    n_readers = sum(len(layer.readers) for layer in _capi.layers(llm.ctx))
+    return n_readers == int(llama_cpp.llama_model_n_layer(llm._model.model))
 
 
 def _row(ggml_type: int, n: int) -> int:

@@ -639,7 +639,7 @@ def _model_facts(path: Path, window: int) -> dict[str, Any]:
         "description": llm._model.desc(),
         "supported": status is _capi.Status.OK,
         "status": _capi.status_str(status),
-        "compacted_layers": [layer.il for layer in _capi.layers(llm.ctx)],
+        "compacted_layers": sorted(reader.il for layer in _capi.layers(llm.ctx) for reader in layer.readers),
         "ring_bytes": _capi.ring_size(llm.ctx),
     }
     llm.close()

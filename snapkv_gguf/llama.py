@@ -164,9 +164,10 @@ class Llama(llama_cpp.Llama):
         """
         self._enabled()
         layers = _capi.layers(self.ctx)
-        index = next((i for i, known in enumerate(layers) if known.il == layer), None)
+        members = [{reader.il for reader in known.readers} for known in layers]
+        index = next((i for i, known in enumerate(members) if layer in known), None)
         if index is None:
-            raise IndexError(f"layer={layer} is not compacted, the layers are {[known.il for known in layers]}")
+            raise IndexError(f"layer={layer} is not compacted, the layers are {sorted(set().union(*members))}")
         if not 0 <= head < layers[index].n_head_kv:
             raise IndexError(f"head={head}: layer {layer} has {layers[index].n_head_kv} KV heads")
         positions = _capi.kept(self.ctx, 0, index, head)

@@ -25,7 +25,7 @@ def attention(
     *,
     scale: float,
     softcap: float = 0.0,
-    cap_after_scale: bool = True,
+    cap_scale: float = 1.0,
     sinks: npt.ArrayLike | None = None,
 ) -> Floats:
     """Causal softmax of the window's queries over all cells.
@@ -35,10 +35,9 @@ def attention(
         keys: [n, n_head_kv, d]; n_head must be a multiple of n_head_kv.
         query_pos: [w], positions of the rows.
         key_pos: [n], positions of the cells; a row attends to cells with a position up to its own.
-        scale: Factor of q . k.
+        scale: Factor of q . k, after the cap.
         softcap: c in c * tanh(x / c), 0 for none.
-        cap_after_scale: True as ggml_flash_attn_ext does it, cap(scale * q.k); False as llama.cpp's graph without
-            flash attention does it, scale * cap(q.k).
+        cap_scale: Factor of q . k before the cap; llama.cpp scales before it with flash attention, after it without.
         sinks: [n_head], one more logit per head in the denominator (gpt-oss), which takes no cell.
 
     Returns:
@@ -53,12 +52,9 @@ def attention(
 
     grouped = q.reshape(n_rows, n_head_kv, n_head // n_head_kv, n_dim)
     logits = np.einsum("whgd,nhd->whgn", grouped, k).reshape(n_rows, n_head, n_cells)
-    if cap_after_scale:
-        logits *= scale
     if softcap != 0.0:
-        logits = softcap * np.tanh(logits / softcap)
-    if not cap_after_scale:
-        logits *= scale
+        logits = softcap * np.tanh(logits * (cap_scale / softcap))
+    logits *= scale
 
     visible = np.asarray(key_pos)[None, :] <= np.asarray(query_pos)[:, None]
     logits = np.where(visible[:, None, :], logits, -np.inf)

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import devices
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
@@ -22,6 +24,9 @@ CACHE_TYPES = {
     for name in ("f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 }
 
+# scores come in float32: sums over up to 64 rows of a softmax, relative to the largest
+ROUNDING = 4e-6
+
 _log_lines: list[tuple[int, str]] = []
 
 
@@ -31,6 +36,7 @@ def _log(level: int, text: bytes, _: object) -> None:
 
 
 L.llama_backend_init()
+devices.register()
 L.llama_log_set(_log, ctypes.c_void_p(0))
 
 
@@ -41,17 +47,33 @@ def logged() -> str:
     return text
 
 
+def load_model(path: str | Path) -> object:
+    """The model, with its layers where SNAPKV_TEST_DEVICE wants them."""
+    p = L.llama_model_default_params()
+    p.n_gpu_layers = devices.n_gpu_layers(path)
+    model = L.llama_model_load_from_file(str(path).encode(), p)
+    assert model, logged()[-2000:]
+    return model
+
+
 def params(budget: int, window: int = 16, recent: int = 0, kernel: int = 21, pool: str = "max") -> Params:
     return Params(budget, window, recent, kernel, _capi.POOL_TYPES[pool])  # type: ignore[index]
 
 
+class Rounding(NamedTuple):
+    """Cells that two computations chose differently, because their scores are equal in float32, and of how many."""
+
+    n_differ: int
+    n_kept: int
+
+
 @dataclass
 class Cells:
-    """All that a sequence holds: positions and cell indices, and K and V rows by layer, [n, n_head_kv, bytes]."""
+    """What a sequence holds: positions, cell indices, and by layer its tensors' rows, [n, n_head_kv, bytes]."""
 
     pos: npt.NDArray[np.int32]
     index: npt.NDArray[np.int32]
-    rows: list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]
+    rows: list[list[npt.NDArray[np.uint8]]]
 
 
 class Engine:
@@ -70,10 +92,10 @@ class Engine:
         type_v: str | None = None,
         embeddings: bool = False,
         swa_full: bool = True,
+        offload_kqv: bool = True,
         n_threads: int = 1,  # tiny models: a barrier costs more than a layer
     ) -> None:
-        self.model = L.llama_model_load_from_file(str(path).encode(), L.llama_model_default_params())
-        assert self.model, logged()[-2000:]
+        self.model = load_model(path)
         p = L.llama_context_default_params()
         p.n_ctx = n_ctx
         p.n_batch = n_batch
@@ -86,6 +108,7 @@ class Engine:
         p.n_threads = p.n_threads_batch = n_threads
         p.embeddings = embeddings
         p.swa_full = swa_full
+        p.offload_kqv = offload_kqv
         self.ctx = L.llama_init_from_model(self.model, p)
         assert self.ctx, logged()[-2000:]
         self.flash_attn = flash_attn
@@ -187,8 +210,8 @@ class Engine:
     def cells(self, seq: int = 0) -> Cells:
         pos, index = _capi.cells(self.ctx, seq)
         rows = [
-            (_capi.rows_raw(self.ctx, seq, i, False), _capi.rows_raw(self.ctx, seq, i, True))
-            for i in range(len(_capi.layers(self.ctx)))
+            [_capi.rows_raw(self.ctx, seq, i, t) for t in range(len(layer.tensors))]
+            for i, layer in enumerate(_capi.layers(self.ctx))
         ]
         return Cells(pos, index, rows)
 
@@ -233,17 +256,73 @@ class Engine:
         layer = _capi.layers(self.ctx)[i]
         pos, _ = _capi.cells(self.ctx, seq)
         window = settings.n_window
-        sums = reference.attention(
-            _capi.queries(self.ctx, seq, i)[-window:],
-            _capi.rows_f32(self.ctx, seq, i, False),
-            pos[-window:],
-            pos,
-            scale=layer.kq_scale,
-            softcap=layer.softcap,
-            cap_after_scale=self.flash_attn,
-            sinks=_capi.sinks(self.ctx, i),
-        ).sum(axis=0)
+        # heads in the order of (KV head, reader, head of the reader)
+        by_reader = [
+            reference.attention(
+                _capi.queries(self.ctx, seq, i, r)[-window:],
+                _capi.rows_f32(self.ctx, seq, i, reader.i_tensor),
+                pos[-window:],
+                pos,
+                scale=reader.kq_scale,
+                softcap=reader.softcap,
+                cap_scale=reader.cap_scale,
+                sinks=_capi.sinks(self.ctx, i, r),
+            )
+            .sum(axis=0)
+            .reshape(layer.n_head_kv, -1, len(pos))
+            for r, reader in enumerate(layer.readers)
+        ]
+        sums = np.concatenate(by_reader, axis=1).reshape(layer.n_head, -1)
         return sums, self.select(sums, layer.n_head_kv, settings)
+
+    def check_pass(self, settings: Params, tokens: Sequence[int]) -> Rounding:
+        """Decode the prompt, compact it, and compare kept sets and moved rows with the oracle."""
+        self.clear()
+        self.decode(tokens)
+        n, n_tail = len(tokens), settings.n_window
+        before = self.cells()
+        layers = _capi.layers(self.ctx)
+        exact, device = [], []
+        for i, layer in enumerate(layers):
+            exact.append(self.oracle(i, settings))
+            sums = _capi.scores(self.ctx, 0, i, settings.n_window)
+            assert np.abs(sums - exact[i][0]).max() <= ROUNDING * exact[i][0].max()
+            device.append(self.select(sums, layer.n_head_kv, settings))
+
+        status, stats = self.compact(0, settings)
+        assert status == Status.OK
+        assert (stats.n_cells_before, stats.n_cells_after) == (n, settings.n_budget)
+        assert stats.n_window == settings.n_window
+        assert stats.n_recent == max(settings.n_recent, settings.n_window)
+
+        after = self.cells()
+        frontier = n - n_tail - 1
+        assert after.pos.tolist() == [frontier] * (settings.n_budget - n_tail) + list(range(frontier + 1, n))
+        assert after.index.tolist() == sorted(before.index)[: settings.n_budget]
+
+        n_differ, n_kept = 0, 0
+        for i, layer in enumerate(layers):
+            sums, chosen = exact[i]
+            pooled = reference.group_scores(
+                reference.pool_scores(
+                    sums[:, : n - settings.n_window] / settings.n_window,
+                    settings.n_kernel,
+                    "max" if settings.pool == _capi.POOL_TYPES["max"] else "avg",
+                ),
+                layer.n_head_kv,
+            )
+            for head in range(layer.n_head_kv):
+                kept = device[i][head]
+                # the sets: exactly those of the oracle on the device's sums ...
+                assert np.array_equal(_capi.kept(self.ctx, 0, i, head), before.pos[kept])
+                # ... and of the oracle on its own scores, but for cells whose scores are equal in float32
+                differ = np.setxor1d(chosen[head], kept)
+                assert differ.size == 0 or np.ptp(pooled[head][differ]) <= ROUNDING * pooled[head].max()
+                n_differ, n_kept = n_differ + differ.size // 2, n_kept + kept.size
+                # the rows: byte by byte those of the chosen cells
+                for old, new in zip(before.rows[i], after.rows[i], strict=True):
+                    assert np.array_equal(new[:, head], old[kept, head])
+        return Rounding(n_differ, n_kept)
 
     @staticmethod
     def select(sums: npt.ArrayLike, n_head_kv: int, settings: Params) -> npt.NDArray[np.int64]:

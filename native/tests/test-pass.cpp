@@ -86,10 +86,10 @@ static bool abort_after(void * data) {
 }
 
 // rows of all layers and heads of a sequence, with the positions that they were computed for
-static std::vector<std::vector<uint8_t>> read_rows(llama_context * ctx, llama_seq_id seq_id, int32_t i, bool v, int32_t ih) {
+static std::vector<std::vector<uint8_t>> read_rows(llama_context * ctx, llama_seq_id seq_id, int32_t i, int32_t it, int32_t ih) {
     std::vector<uint8_t> data(4u*1024*1024);
 
-    const int64_t n_bytes = llama_snapkv_get_rows_raw(ctx, seq_id, i, v, data.data(), data.size());
+    const int64_t n_bytes = llama_snapkv_get_rows_raw(ctx, seq_id, i, it, data.data(), data.size());
     CHECK(n_bytes >= 0);
 
     const int32_t n_cells = llama_snapkv_n_cells(ctx, seq_id);

@@ -11,7 +11,7 @@ import pytest
 from engine import CACHE_TYPES, Engine, params
 from identity import digest_with
 
-from snapkv_gguf import Llama, SnapKV, _capi, _lib, haystack, quality, reference
+from snapkv_gguf import Llama, SnapKV, _lib, haystack, quality
 from snapkv_gguf._capi import Status
 from snapkv_gguf.prompt import Vocabulary
 
@@ -76,7 +76,7 @@ def test_kept_sets_equal_the_oracle(request: pytest.FixtureRequest, name: str, t
     ) as engine:
         tokens = text_tokens(engine, N)
         for settings in (params(256, 16), params(256, 32, 0, 5, "avg"), params(256, 16, 128)):
-            differ, pairs = check_pass(engine, settings, tokens)
+            differ, pairs = engine.check_pass(settings, tokens)
             n_rounding, n_pairs = n_rounding + differ, n_pairs + pairs
     print(f"{name} {type_kv}: {n_rounding} of {n_pairs} cells differ by rounding")
     assert n_rounding <= n_pairs // 1000
@@ -92,7 +92,7 @@ def test_every_setting(smollm2: Path) -> None:
             of_budget, of_recent = next(limits)
             budget = window + 1 + round(of_budget * (n - window - 2))
             recent = window + round(of_recent * (budget - 1 - window)) if of_recent else 0
-            differ, pairs = check_pass(engine, params(budget, window, recent, kernel, pool), tokens)
+            differ, pairs = engine.check_pass(params(budget, window, recent, kernel, pool), tokens)
             n_rounding, n_pairs = n_rounding + differ, n_pairs + pairs
         # shorter than the window: all of it looks
         engine.clear()
@@ -102,37 +102,6 @@ def test_every_setting(smollm2: Path) -> None:
         assert stats.n_cells_after == 40
     print(f"{n_rounding} of {n_pairs} cells differ by rounding")
     assert n_rounding <= n_pairs // 1000
-
-
-def check_pass(engine: Engine, settings: _capi.Params, tokens: list[int]) -> tuple[int, int]:
-    """Compares a pass over the prompt with the oracle; how many cells differ by rounding, and of how many."""
-    n, n_rounding, n_pairs = len(tokens), 0, 0
-    engine.clear()
-    engine.decode(tokens)
-    before = engine.cells()
-    layers = _capi.layers(engine.ctx)
-    expected = [engine.oracle(i, settings) for i in range(len(layers))]
-    assert engine.compact(0, settings)[0] == Status.OK
-    after = engine.cells()
-    for i, layer in enumerate(layers):
-        sums, chosen = expected[i]
-        pooled = reference.group_scores(
-            reference.pool_scores(
-                sums[:, : n - settings.n_window] / settings.n_window,
-                settings.n_kernel,
-                "max" if settings.pool == 1 else "avg",
-            ),
-            layer.n_head_kv,
-        )
-        for head in range(layer.n_head_kv):
-            kept = _capi.kept(engine.ctx, 0, i, head)
-            differ = np.setxor1d(kept, chosen[head])
-            n_rounding, n_pairs = n_rounding + differ.size // 2, n_pairs + kept.size
-            # only cells whose scores are equal in float32
-            assert differ.size == 0 or np.ptp(pooled[head][differ]) <= 4e-6 * pooled[head].max()
-            for old, new in zip(before.rows[i], after.rows[i], strict=True):
-                assert np.array_equal(new[:, head], old[kept, head])
-    return n_rounding, n_pairs
 
 
 def test_answers_survive(smollm2: Path) -> None:

@@ -20,7 +20,6 @@ SETTINGS = params(BUDGET, WINDOW, kernel=7)
     [
         ("mamba", Status.UNSUPPORTED_RECURRENT),
         ("mpt", Status.UNSUPPORTED_ALIBI),
-        ("qwen2vl", Status.UNSUPPORTED_MROPE),
         ("bert", Status.UNSUPPORTED_ENCODER),
     ],
 )

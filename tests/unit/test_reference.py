@@ -12,7 +12,9 @@ from snapkv_gguf import reference
 from snapkv_gguf.config import Pool
 
 
-def brute_attention(q: Any, k: Any, q_pos: Any, k_pos: Any, scale: float, cap: float, after: bool, sinks: Any) -> Any:
+def brute_attention(
+    q: Any, k: Any, q_pos: Any, k_pos: Any, scale: float, cap: float, cap_scale: float, sinks: Any
+) -> Any:
     n_rows, n_head, _ = q.shape
     n, n_head_kv, _ = k.shape
     out = np.zeros((n_rows, n_head, n))
@@ -21,9 +23,7 @@ def brute_attention(q: Any, k: Any, q_pos: Any, k_pos: Any, scale: float, cap: f
             logits = []
             for j in range(n):
                 x = float(np.dot(q[w, h], k[j, h // (n_head // n_head_kv)]))
-                x = x * scale if after else x
-                x = cap * math.tanh(x / cap) if cap else x
-                x = x if after else x * scale
+                x = scale * (cap * math.tanh(x * cap_scale / cap) if cap else x)
                 logits.append(x if k_pos[j] <= q_pos[w] else -math.inf)
             total = sum(map(math.exp, logits)) + (0 if sinks is None else math.exp(sinks[h]))
             out[w, h] = [math.exp(x) / total for x in logits]
@@ -31,14 +31,16 @@ def brute_attention(q: Any, k: Any, q_pos: Any, k_pos: Any, scale: float, cap: f
 
 
 @pytest.mark.parametrize("sinks", [None, [0.5, -1.0, 2.0, 0.0]])
-@pytest.mark.parametrize(("cap", "after"), [(0.0, True), (2.0, True), (2.0, False)])
-def test_attention(cap: float, after: bool, sinks: list[float] | None) -> None:
+@pytest.mark.parametrize(
+    ("scale", "cap", "cap_scale"), [(0.3, 0.0, 1.0), (1.0, 2.0, 0.3), (0.3, 2.0, 1.0), (0.7, 2, 0.2)]
+)
+def test_attention(scale: float, cap: float, cap_scale: float, sinks: list[float] | None) -> None:
     rng = np.random.default_rng(1)
     q, k = rng.normal(size=(3, 4, 8)), rng.normal(size=(10, 2, 8))
     # a compacted sequence: several cells share the frontier
     k_pos, q_pos = np.array([6, 6, 6, 6, 6, 6, 6, 7, 8, 9]), np.array([7, 8, 9])
-    found = reference.attention(q, k, q_pos, k_pos, scale=0.3, softcap=cap, cap_after_scale=after, sinks=sinks)
-    np.testing.assert_allclose(found, brute_attention(q, k, q_pos, k_pos, 0.3, cap, after, sinks), atol=1e-14)
+    found = reference.attention(q, k, q_pos, k_pos, scale=scale, softcap=cap, cap_scale=cap_scale, sinks=sinks)
+    np.testing.assert_allclose(found, brute_attention(q, k, q_pos, k_pos, scale, cap, cap_scale, sinks), atol=1e-14)
     assert (found[0, :, 8:] == 0).all()
     totals = found.sum(axis=-1)
     assert (totals < 1).all() if sinks else np.allclose(totals, 1)
