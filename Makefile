@@ -11,7 +11,7 @@ ASAN  := build/asan
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' vendor/llama.cpp.toml)
 
 # rings of tests, fastest first: folders of tests/
-RINGS := unit build native tiny model server
+RINGS := unit build native tiny archs model server
 
 # libllama without our code, for the tests that compare with it
 export SNAPKV_PRISTINE_LIB := $(CURDIR)/$(BUILD)/pristine
@@ -20,7 +20,7 @@ export SNAPKV_PRISTINE_LIB := $(CURDIR)/$(BUILD)/pristine
 export SNAPKV_REQUIRE_LIB := 1
 
 .NOTPARALLEL:
-.PHONY: help venv bindings build native demo bench test $(RINGS:%=test-%) test-slow test-server-upstream asan lint check-patches clean
+.PHONY: help venv bindings build native demo bench test $(RINGS:%=test-%) test-rpc test-slow test-server-upstream docs-architectures asan lint check-patches clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -69,11 +69,19 @@ test-native: native
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
 	@$(MAKE) pytest RING=native
 
-test-tiny test-model test-server: native
+test-tiny test-archs test-model test-server: native
 	@$(MAKE) pytest RING=$(@:test-%=%)
 
 test-unit test-build: build
 	@$(MAKE) pytest RING=$(@:test-%=%)
+
+test-rpc: native ## the tests of the pass with layers on rpc-servers on this machine
+	@for device in rpc rpc-half; do \
+	    echo "SNAPKV_TEST_DEVICE=$$device" && SNAPKV_TEST_DEVICE=$$device $(BIN)/pytest -q tests/tiny || exit 1; \
+	done
+
+docs-architectures: native ## the tables of docs/architectures.md
+	PYTHONPATH=tests:tests/archs $(BIN)/python tests/archs/page.py
 
 test-slow: native ## the tests that take minutes each: load, fuzzing
 	$(BIN)/pytest -q -s -m slow tests

@@ -102,9 +102,9 @@ class _Writer:
         self.gguf.add_unk_token_id(0)
         self.gguf.add_add_space_prefix(False)
 
-    def attention(self, *, rope: bool = True) -> None:
+    def attention(self, *, rope: bool = True, n_head_kv: list[int] | None = None) -> None:
         self.gguf.add_head_count(self.shape.n_head)
-        self.gguf.add_head_count_kv(self.shape.n_head_kv)
+        self.gguf.add_head_count_kv(n_head_kv or self.shape.n_head_kv)
         self.gguf.add_key_length(self.shape.n_embd_head)
         self.gguf.add_value_length(self.shape.n_embd_head)
         self.gguf.add_feed_forward_length(self.shape.n_ff)
@@ -298,6 +298,67 @@ def write_qwen2vl(path: str | os.PathLike[str], shape: Shape = Shape(), seed: in
     return w.write(path)
 
 
+def write_gemma4(path: str | os.PathLike[str], shape: Shape = Shape(n_layer=6), seed: int = 0) -> Path:
+    """The last two layers read K and V of the two before; every other layer has a sliding window and smaller heads."""
+    w = _Writer("gemma4", shape, seed)
+    n_embd_head_swa = shape.n_embd_head // 2
+    is_swa = [i % 2 == 0 for i in range(shape.n_layer)]
+    n_shared = 2
+    w.attention()
+    w.gguf.add_layer_norm_rms_eps(1e-6)
+    w.gguf.add_sliding_window(shape.n_swa)
+    w.gguf.add_sliding_window_pattern(is_swa)
+    w.gguf.add_shared_kv_layers(n_shared)
+    w.gguf.add_key_length_swa(n_embd_head_swa)
+    w.gguf.add_value_length_swa(n_embd_head_swa)
+    w.gguf.add_rope_dimension_count_swa(n_embd_head_swa)
+    w.gguf.add_rope_freq_base_swa(10000.0)
+    w.gguf.add_embedding_length_per_layer_input(0)
+    w.gguf.add_final_logit_softcapping(30.0)
+    w.tied_head()
+    w.vector("rope_freqs.weight", shape.n_embd_head // 2, mean=1.0)
+    for i, layer in enumerate(w.layers()):
+        n_embd_head = n_embd_head_swa if is_swa[i] else shape.n_embd_head
+        w.norm(f"{layer}.attn_norm")
+        w.matrix(f"{layer}.attn_q", shape.n_head * n_embd_head, shape.n_embd)
+        w.norm(f"{layer}.attn_q_norm", n_embd_head)
+        if i < shape.n_layer - n_shared:
+            w.matrix(f"{layer}.attn_k", shape.n_head_kv * n_embd_head, shape.n_embd)
+            w.matrix(f"{layer}.attn_v", shape.n_head_kv * n_embd_head, shape.n_embd)
+            w.norm(f"{layer}.attn_k_norm", n_embd_head)
+        w.matrix(f"{layer}.attn_output", shape.n_embd, shape.n_head * n_embd_head)
+        w.norm(f"{layer}.post_attention_norm")
+        w.norm(f"{layer}.ffn_norm")
+        w.ffn(layer)
+        w.norm(f"{layer}.post_ffw_norm")
+    return w.write(path)
+
+
+def write_lfm2(path: str | os.PathLike[str], shape: Shape = Shape(n_layer=4), seed: int = 0) -> Path:
+    """Hybrid: every other layer a short convolution, whose state is recurrent."""
+    n_conv = 3
+    w = _Writer("lfm2", shape, seed)
+    w.attention(n_head_kv=[0 if i % 2 == 0 else shape.n_head_kv for i in range(shape.n_layer)])
+    w.gguf.add_layer_norm_rms_eps(1e-5)
+    w.gguf.add_shortconv_l_cache(n_conv)
+    w.embedding("token_embd", shape.n_vocab)
+    w.norm("token_embd_norm")
+    w.matrix("output", shape.n_vocab, shape.n_embd)
+    for i, layer in enumerate(w.layers()):
+        w.norm(f"{layer}.attn_norm")
+        if i % 2 == 0:
+            w.vector(f"{layer}.shortconv.conv.weight", shape.n_embd, n_conv, std=0.5)
+            w.matrix(f"{layer}.shortconv.in_proj", 3 * shape.n_embd, shape.n_embd)
+            w.matrix(f"{layer}.shortconv.out_proj", shape.n_embd, shape.n_embd)
+        else:
+            w.qkv(layer)
+            w.norm(f"{layer}.attn_q_norm", shape.n_embd_head)
+            w.norm(f"{layer}.attn_k_norm", shape.n_embd_head)
+        w.norm(f"{layer}.ffn_norm")
+        w.ffn(layer)
+    return w.write(path)
+
+
 def write_mamba(path: str | os.PathLike[str], shape: Shape = Shape(), seed: int = 0) -> Path:
     """Recurrent, without attention: no cells to release."""
     n_inner, n_state, n_conv, n_dt = 2 * shape.n_embd, 16, 4, 8
@@ -350,8 +411,10 @@ WRITERS: dict[str, Callable[..., Path]] = {
     "gemma3": write_gemma3,
     "gemma2": write_gemma2,
     "gpt-oss": write_gpt_oss,
-    "mpt": write_mpt,
+    "gemma4": write_gemma4,
+    "lfm2": write_lfm2,
     "qwen2vl": write_qwen2vl,
+    "mpt": write_mpt,
     "mamba": write_mamba,
     "bert": write_bert,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import devices
 import numpy as np
 import numpy.typing as npt
+from ggml_tensor import Tensor
 from gguf import GGMLQuantizationType
 
 from snapkv_gguf import _capi, reference
@@ -93,6 +94,7 @@ class Engine:
         embeddings: bool = False,
         swa_full: bool = True,
         offload_kqv: bool = True,
+        on_node: Callable[[Tensor], None] | None = None,
         n_threads: int = 1,  # tiny models: a barrier costs more than a layer
     ) -> None:
         self.model = load_model(path)
@@ -109,6 +111,15 @@ class Engine:
         p.embeddings = embeddings
         p.swa_full = swa_full
         p.offload_kqv = offload_kqv
+        if on_node is not None:
+
+            @L.ggml_backend_sched_eval_callback
+            def look(pointer: int, ask: bool, _: object) -> bool:
+                if ask:
+                    on_node(Tensor.at(pointer))
+                return False
+
+            p.cb_eval = self._look = look
         self.ctx = L.llama_init_from_model(self.model, p)
         assert self.ctx, logged()[-2000:]
         self.flash_attn = flash_attn
@@ -157,6 +168,27 @@ class Engine:
         code = self.try_decode(tokens, pos, seq)
         assert code == 0, (code, logged()[-2000:])
         return self.logits()
+
+    def decode_image(self, width: int, height: int, pos: int, seq: int = 0) -> None:
+        """Random embeddings of an image at M-RoPE positions: one in time, a grid in space."""
+        n, n_embd = width * height, L.llama_model_n_embd(self.model)
+        embd = np.random.default_rng(0).standard_normal((n, n_embd), dtype=np.float32)
+        grid = np.zeros((4, n), np.int32)
+        grid[0] = pos
+        grid[1] = pos + np.arange(n) // width
+        grid[2] = pos + np.arange(n) % width
+        batch = L.llama_batch_init(n, n_embd, 1)
+        own_pos = ctypes.cast(batch.pos, ctypes.c_void_p).value  # one number per token is not enough
+        batch.pos = grid.ctypes.data_as(ctypes.POINTER(L.llama_pos))
+        batch.n_tokens = n
+        ctypes.memmove(batch.embd, embd.ctypes.data, embd.nbytes)
+        for i in range(n):
+            batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, seq, False
+        try:
+            assert L.llama_decode(self.ctx, batch) == 0, logged()[-2000:]
+        finally:
+            batch.pos = ctypes.cast(own_pos, ctypes.POINTER(L.llama_pos))
+            L.llama_batch_free(batch)
 
     def decode_many(self, parts: dict[int, tuple[Sequence[int], int]]) -> None:
         """One batch with tokens of several sequences: {seq: (tokens, position)}."""

@@ -1,4 +1,4 @@
-"""Prints a digest of the logits of a prompt and of greedily generated tokens; run once with each libllama.
+"""Prints a digest of the logits of a prompt and of greedily generated tokens, by model; run once with each libllama.
 
 Uses llama_cpp's low-level functions only, so that it runs with a library without SnapKV.
 """
@@ -44,22 +44,33 @@ def digest(model_path: str, n_prompt: int, n_generate: int, flash_attn: bool, ty
     last = decode(tokens, 0)
     for i in range(n_generate):
         last = decode([int(last.argmax())], n_prompt + i)
+    L.llama_batch_free(batch)
+    L.llama_free(ctx)
+    L.llama_model_free(model)
     return sha.hexdigest()
 
 
 def digest_with(library: Path, model: Path, n_prompt: int, n_generate: int, flash_attn: bool, type_kv: int) -> str:
     """The digest in a process of its own, with the libraries in the folder ``library``."""
-    arguments = [str(model), str(n_prompt), str(n_generate), str(int(flash_attn)), str(type_kv)]
+    (found,) = digests_with(library, [model], n_prompt, n_generate, flash_attn, type_kv)
+    return found
+
+
+def digests_with(
+    library: Path, models: list[Path], n_prompt: int, n_generate: int, flash_attn: bool, type_kv: int
+) -> list[str]:
+    """The same of several models, one after the other."""
+    arguments = [str(n_prompt), str(n_generate), str(int(flash_attn)), str(type_kv), *map(str, models)]
     return subprocess.run(
         [sys.executable, __file__, *arguments],
         env={**os.environ, "LLAMA_CPP_LIB_PATH": str(library)},
         check=True,
         capture_output=True,
         text=True,
-    ).stdout.strip()
+    ).stdout.splitlines()
 
 
 if __name__ == "__main__":
-    path, *numbers = sys.argv[1:]
-    n_prompt, n_generate, flash, kind = map(int, numbers)
-    print(digest(path, n_prompt, n_generate, bool(flash), kind))
+    n_prompt, n_generate, flash, kind = map(int, sys.argv[1:5])
+    for path in sys.argv[5:]:
+        print(digest(path, n_prompt, n_generate, bool(flash), kind), flush=True)

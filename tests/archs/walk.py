@@ -19,11 +19,16 @@ N, N_NEXT, BUDGET = 200, 8, 64
 class Found:
     """Of one model: kinds of its cache, the status of llama_snapkv_init(), and what went wrong."""
 
-    name: str
+    name: str  # of the file: the architecture, and whether it is a mixture of experts
     caches: tuple[str, ...] = ()
     status: str = ""
     remarks: tuple[str, ...] = ()
     faults: list[str] = field(default_factory=list)
+
+    @property
+    def arch(self) -> str:
+        """The architecture's name in GGUF."""
+        return re.sub("-(dense|moe)$", "", self.name)
 
 
 def look(path: Path) -> Found:

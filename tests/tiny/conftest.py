@@ -13,8 +13,10 @@ WRITERS = {
     "gemma3": lambda path: tiny.write_gemma3(path, tiny.Shape(n_layer=6, n_embd_head=64, n_ff=64)),
     "gemma2": lambda path: tiny.write_gemma2(path, SHAPE),
     "gpt-oss": lambda path: tiny.write_gpt_oss(path, SHAPE),
+    "gemma4": lambda path: tiny.write_gemma4(path, tiny.Shape(n_layer=6, n_embd_head=64, n_ff=64)),
+    "lfm2": lambda path: tiny.write_lfm2(path, tiny.Shape(n_layer=4, n_embd_head=64, n_ff=64)),
+    "qwen2vl": lambda path: tiny.write_qwen2vl(path, SHAPE),
     "mpt": tiny.write_mpt,
-    "qwen2vl": tiny.write_qwen2vl,
     "mamba": tiny.write_mamba,
     "bert": tiny.write_bert,
 }

@@ -643,7 +643,7 @@ def test_embedding_is_refused(model_path: Path) -> None:
     assert len(llm.embed("hello")[0]) == tiny.Shape().n_embd
 
 
-@pytest.mark.parametrize("name", ["mamba", "mpt", "qwen2vl", "bert"])
+@pytest.mark.parametrize("name", ["mamba", "mpt", "bert"])
 def test_models_that_cannot(name: str, tmp_path: Path) -> None:
     path = tiny.WRITERS[name](tmp_path / "m.gguf")
     with pytest.raises(ValueError, match=r"cannot be used with snapkv: .*UNSUPPORTED_.*pass snapkv=False"):
