@@ -20,7 +20,7 @@ export SNAPKV_PRISTINE_LIB := $(CURDIR)/$(BUILD)/pristine
 export SNAPKV_REQUIRE_LIB := 1
 
 .NOTPARALLEL:
-.PHONY: help venv bindings build native demo bench test $(RINGS:%=test-%) test-rpc test-slow test-server-upstream docs-architectures asan lint check-patches clean
+.PHONY: help venv bindings build native demo bench test $(RINGS:%=test-%) test-rpc test-gpu test-slow test-server-upstream docs-architectures asan lint check-patches clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -79,6 +79,13 @@ test-rpc: native ## the tests of the pass with layers on rpc-servers on this mac
 	@for device in rpc rpc-half; do \
 	    echo "SNAPKV_TEST_DEVICE=$$device" && SNAPKV_TEST_DEVICE=$$device $(BIN)/pytest -q tests/tiny || exit 1; \
 	done
+
+GPU := build/gpu
+
+test-gpu: native ## the tests of the pass on a GPU: make test-gpu CMAKE_ARGS="-DGGML_CUDA=ON"
+	$(BIN)/cmake -S . -B $(GPU) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -Wno-author $(CMAKE_ARGS)
+	$(BIN)/cmake --build $(GPU) --target llama
+	SNAPKV_TEST_DEVICE=gpu SNAPKV_GGUF_LIB_PATH=$(CURDIR)/$(GPU)/bin $(BIN)/pytest -q tests/tiny --ignore tests/tiny/test_identity.py
 
 docs-architectures: native ## the tables of docs/architectures.md
 	PYTHONPATH=tests:tests/archs $(BIN)/python tests/archs/page.py

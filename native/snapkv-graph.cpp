@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <new>
 #include <numeric>
 
 using snapkv_order = std::vector<std::pair<llama_pos, uint32_t>>;
@@ -59,9 +60,11 @@ struct graph_runner {
         }
     }
 
-    // the same for a tensor that is written by other computations
+    // the same for a tensor that computations write into by views; it takes its memory until the graph has run
     void place(ggml_tensor * t, ggml_backend_buffer_t buffer) {
         placed.emplace_back(t, buffer);
+
+        n_bytes += ggml_nbytes(t);
     }
 
     // run what there is, if more could be too much
@@ -123,6 +126,18 @@ struct graph_runner {
 
 private:
     void reset() {
+        // the allocator keeps its plan for a graph with as many nodes and leafs, whatever the order of the leafs: plan for one
+        // that no other graph resembles
+        ggml_backend_sched_reset(sched);
+        res->reset();
+
+        ggml_tensor * t = ggml_new_tensor_1d(ctx(), GGML_TYPE_F32, 1);
+        ggml_set_input(t);
+        ggml_build_forward_expand(res->get_gf(), ggml_dup(ctx(), t));
+        if (!ggml_backend_sched_reserve(sched, res->get_gf())) {
+            throw std::bad_alloc();
+        }
+
         ggml_backend_sched_reset(sched);
         res->reset();
 

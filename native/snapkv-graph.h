@@ -11,7 +11,7 @@
 
 struct llama_context;
 
-// what one graph may take in each of: temporary tensors, inputs, outputs
+// what one graph may take for a temporary tensor, and for all that lives until it has run: inputs, outputs, logits
 constexpr size_t SNAPKV_N_BYTES_SLICE = 12*1024*1024;
 
 // attention of the last n_window cells of the order to each cell, summed over them, per layer and query head

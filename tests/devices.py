@@ -24,6 +24,10 @@ from snapkv_gguf import _lib
 DEVICE = os.environ.get("SNAPKV_TEST_DEVICE", "cpu")
 N_SERVERS = {"cpu": 0, "gpu": 0, "rpc": 2, "rpc-half": 1}[DEVICE]
 
+# of scores that come in float32, relative to the largest: sums over up to 64 rows of a softmax
+# GPUs multiply in less than float32 (TF32, halves), or have an approximate exponential
+ROUNDING = 2e-3 if DEVICE == "gpu" else 4e-6
+
 _ALL = 999
 
 

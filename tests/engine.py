@@ -12,6 +12,7 @@ from typing import NamedTuple
 import devices
 import numpy as np
 import numpy.typing as npt
+from devices import ROUNDING
 from ggml_tensor import Tensor
 from gguf import GGMLQuantizationType
 
@@ -24,9 +25,6 @@ CACHE_TYPES = {
     name: int(GGMLQuantizationType[name.upper()])
     for name in ("f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 }
-
-# scores come in float32: sums over up to 64 rows of a softmax, relative to the largest
-ROUNDING = 4e-6
 
 _log_lines: list[tuple[int, str]] = []
 

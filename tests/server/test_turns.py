@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from server_client import CONFIG, tokens
 
+from snapkv_gguf import tiny
+
 N = 12  # tokens of an answer
 PROMPT = tokens(1, 300)
 MORE = tokens(2, 31)[1:]
@@ -165,8 +167,6 @@ def test_the_context_is_full_when_its_cells_are(start: Callable[..., Any]) -> No
 
 
 def test_the_trained_context_is_the_end(start: Callable[..., Any], tmp_path: Path) -> None:
-    from snapkv_gguf import tiny
-
     model = tiny.write_llama(tmp_path / "short.gguf", tiny.Shape(n_ctx=600))
     client = start("-c", "512", model=model)
     answer = client.complete(PROMPT, n=-1)
@@ -294,8 +294,6 @@ def test_a_slot_that_went_on_beyond_its_context_is_restored(start: Callable[...,
 
 
 def test_drafts_of_another_model(start: Callable[..., Any], reference: Reference, tmp_path: Path) -> None:
-    from snapkv_gguf import tiny
-
     # half of what the same model drafts is accepted, nothing of what another one drafts
     for draft in (Path(reference.llm.model_path), tiny.write_llama(tmp_path / "draft.gguf", seed=7)):
         client = start(
@@ -357,3 +355,33 @@ def test_sliding_windows_in_memory(start: Callable[..., Any], tiny_gemma3: Path)
         assert (answer["timings"]["cache_n"] > 0) == (turn > 0), (turn, seed)
         assert answer["timings"]["snapkv"]["cells"] == 64
         prompts[seed] = prompts[seed] + answer["tokens"] + MORE
+
+
+@pytest.mark.parametrize("name", ["lfm2", "gemma4", "qwen2vl"])
+def test_other_kinds_of_memory(name: str, start: Callable[..., Any], tmp_path: Path) -> None:
+    """A hybrid, layers that share K and V, M-RoPE: turns, other prompts, slot files."""
+    path = tiny.WRITERS[name](tmp_path / "m.gguf")
+    client = start("--slot-save-path", str(tmp_path), "--swa-full", model=path)
+    reference = Reference(path, swa_full=True)
+    prompt = PROMPT
+    for turn in range(3):
+        answer = client.complete(prompt)
+        assert answer["timings"]["snapkv"]["cells"] == 64
+        assert (answer["timings"]["cache_n"] > 0) == (turn > 0), turn
+        assert answer["tokens"] == reference.answer(prompt), turn
+        prompt = prompt + answer["tokens"] + MORE
+    assert client.post("/slots/0?action=save", filename="slot.bin").status_code == 200
+    n_cells = client.cells()
+
+    for n_common in (len(prompt), 320, 299, 250, 1):
+        other = prompt[:n_common] + tokens(30, 80)[1:]
+        whole = client.complete(other, snapkv=False)
+        assert whole["tokens"] == Reference(path, snapkv=False, swa_full=True).answer(other), n_common
+        compacted = client.complete(other)
+        if compacted["timings"]["cache_n"] == 0:
+            assert compacted["tokens"] == Reference(path, swa_full=True).answer(other), n_common
+
+    assert client.post("/slots/0?action=restore", filename="slot.bin").status_code == 200
+    assert client.cells() == n_cells
+    answer = client.complete(prompt)
+    assert answer["tokens"] == reference.answer(prompt)

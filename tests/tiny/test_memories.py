@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import devices
 import numpy as np
 import pytest
+from devices import ROUNDING
 from engine import Engine, params, random_tokens
 
 from snapkv_gguf import _capi
@@ -96,12 +98,12 @@ def test_images(models: dict[str, Path], n_after: int, n_ubatch: int) -> None:
         n_window = min(n_after, WINDOW)
         found = params(BUDGET, n_window, kernel=7)
         sums, chosen = engine.oracle(0, found)
-        assert np.allclose(_capi.scores(engine.ctx, 0, 0, n_window), sums, atol=4e-6 * sums.max())
+        assert np.allclose(_capi.scores(engine.ctx, 0, 0, n_window), sums, atol=ROUNDING * sums.max())
         positions = _capi.cells(engine.ctx, 0)[0]
 
         status, stats = engine.compact()
         assert (status, stats.n_cells_before, stats.n_window) == (Status.OK, n, n_window)
-        if n_window == WINDOW:
+        if n_window == WINDOW and devices.DEVICE != "gpu":
             assert np.array_equal(_capi.kept(engine.ctx, 0, 0, 0), positions[chosen[0]])
         assert engine.frontier() == start + n_after - 1 - n_window
         assert engine.pos_max() == start + n_after - 1

@@ -700,3 +700,39 @@ def test_refused_arguments_leave_nothing_to_close(model_path: Path, capfd: pytes
         Llama(str(model_path), True)  # type: ignore[misc]
     gc.collect()
     assert "Exception ignored" not in capfd.readouterr().err
+
+
+# other kinds of memory
+
+
+@pytest.mark.parametrize("name", ["lfm2", "gemma4", "qwen2vl"])
+def test_turns_with_other_kinds_of_memory(name: str, tmp_path: Path) -> None:
+    """A hybrid, layers that share K and V, M-RoPE."""
+    path = tiny.WRITERS[name](tmp_path / "m.gguf")
+    llm = make(path, swa_full=True)
+    counter = Evaluated(llm)
+    prompt = tokens_of(llm)
+    first = say(llm, prompt)
+    assert llm.snapkv_stats.cells_after == 64
+    counter.since()
+    assert say(llm, prompt) == first
+    # the answer's tokens are cached but for its last one: the turn's own tokens, and a window of the prompt at least
+    longer = [*prompt, *first, *tokens_of(llm, "and what then?")]
+    say(llm, prompt)
+    counter.since()
+    second = say(llm, longer)
+    assert counter.since() < len(longer)
+    assert llm.snapkv_stats.cells_after == 64
+    again = make(path, swa_full=True)
+    assert (say(again, prompt), say(again, longer)) == (first, second)
+
+    # another prompt is evaluated in full
+    other = tokens_of(llm, "Something else. " + TEXT)
+    assert say(llm, other) == say(make(path, swa_full=True), other)
+
+    # saved and restored
+    say(llm, prompt)
+    state = llm.save_state()
+    restored = make(path, swa_full=True)
+    restored.load_state(state)
+    assert say(restored, longer) == say(llm, longer)
