@@ -25,9 +25,6 @@ from .prompt import Vocabulary
 
 import llama_cpp  # isort: skip
 
-# a random 1B model with a 32K context, written on first use
-RANDOM_1B = "random-1b"
-
 _MIN_TEXT = 256  # tokens, of which fewer may be used
 
 _BLOCK = 8  # tokens that one context decodes before the next takes over
@@ -46,6 +43,7 @@ class Depth:
         of_short: Decode speed compacted by that after a prompt of ``budget`` tokens.
         prefill_off, prefill_on: Tokens per second, without and with capture.
         pass_ms, score_ms, select_ms, move_ms: The pass and its parts.
+        pass_ns_per_cell: Time of the pass by cells before it and compacted layers.
         decode_full, decode_compacted, decode_short: Tokens per second.
         cells_before, cells_after: Of the sequence.
         bytes_before, bytes_after: K and V of these cells in the compacted layers.
@@ -64,6 +62,7 @@ class Depth:
     score_ms: float
     select_ms: float
     move_ms: float
+    pass_ns_per_cell: float
     decode_full: float
     decode_compacted: float
     decode_short: float
@@ -75,15 +74,17 @@ class Depth:
     samples: dict[str, list[float] | list[list[float]]]
 
 
-def random_1b() -> Path:
-    """The random 1B model in the cache directory, about 1.1 GB, written at the first call."""
-    path = models.cache_dir() / "random-1b-q8_0-seed0.gguf"
-    return path if path.is_file() else tiny.write_llama(path, tiny.SHAPE_1B, seed=0)
+def random_model(name: str) -> Path:
+    """One of ``tiny.RANDOM_SHAPES`` in the cache directory (random-1b: 1.1 GB), written at the first call."""
+    path = models.cache_dir() / f"{name}-q8_0-seed0.gguf"
+    return path if path.is_file() else tiny.write_llama(path, tiny.RANDOM_SHAPES[name], seed=0)
 
 
 def default_depths(model: str) -> tuple[int, ...]:
-    """2K, 4K and 8K for the small models, more for the random one."""
-    return (4096, 8192, 16384) if model == RANDOM_1B else (2048, 4096, 8000)
+    """2K, 4K and 8K for the small real models, up to 32K for the small random one, up to 16K for the larger ones."""
+    if model == "random-30m":
+        return (4096, 8192, 16384, 32768)
+    return (4096, 8192, 16384) if model in tiny.RANDOM_SHAPES else (2048, 4096, 8000)
 
 
 def bytes_per_cell(llm: Llama) -> int:
@@ -236,6 +237,7 @@ def _summary(n: int, samples: dict[str, list[float]], batches: list[list[tuple[f
         score_ms=median["score_ms"],
         select_ms=median["select_ms"],
         move_ms=median["move_ms"],
+        pass_ns_per_cell=median["pass_ms"] * 1e6 / cells_before / len(_capi.layers(llm.ctx)),
         decode_full=1 / median["decode_full_s"],
         decode_compacted=1 / median["decode_compacted_s"],
         decode_short=1 / median["decode_short_s"],

@@ -293,7 +293,13 @@ def info(
 def bench(
     ctx: typer.Context,
     model: Annotated[
-        str, typer.Option("--model", "-m", help="A GGUF file, smollm2, gemma3, or random-1b, which is written first.")
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            help="A GGUF file, smollm2, gemma3, or a model with random weights, which is written first: "
+            "random-30m, random-1b, random-8b.",
+        ),
     ] = "smollm2",
     depths: Annotated[
         str, typer.Option("--depths", help="Prompt lengths, separated by commas; the default depends on the model.")
@@ -325,10 +331,11 @@ def bench(
     _check_outputs(json_file, plot_file)
 
     from . import bench as benchmark
+    from . import tiny
 
     if plot_file is not None:
         benchmark.check_plot()
-    path = benchmark.random_1b() if model == benchmark.RANDOM_1B else _model_path(model)
+    path = benchmark.random_model(model) if model in tiny.RANDOM_SHAPES else _model_path(model)
     lengths = _integers("--depths", depths) if depths else list(benchmark.default_depths(model))
     with err.status("") as status:
         results = benchmark.measure(
@@ -674,6 +681,7 @@ def _bench_table(results: list[Depth], model: str, config: SnapKV) -> Table:
     row("pass, share of the prefill", lambda r: f"{r.pass_share:.2%}")
     table.add_section()
     row("prefill, capture off / on", lambda r: f"{r.prefill_off:.0f} / {r.prefill_on:.0f} tokens/s")
+    row("pass, per cell and layer", lambda r: f"{r.pass_ns_per_cell:.0f} ns")
     row(
         "pass (score, select, move)",
         lambda r: f"{r.pass_ms:.0f} ({r.score_ms:.0f}, {r.select_ms:.0f}, {r.move_ms:.0f}) ms",

@@ -58,10 +58,18 @@ class Shape:
         return self.n_head_kv * self.n_embd_head
 
 
-# Llama 3.2 1B but for a smaller vocabulary
-SHAPE_1B = Shape(
-    n_layer=16, n_head=32, n_head_kv=8, n_embd_head=64, n_ff=8192, n_ctx=32768, n_vocab=32000, weights="q8_0"
-)
+# for benchmarks: a small one, and Llama 3.2 1B and Llama 3.1 8B but for a smaller vocabulary
+RANDOM_SHAPES = {
+    "random-30m": Shape(
+        n_layer=8, n_head=8, n_head_kv=2, n_embd_head=64, n_ff=1536, n_ctx=131072, n_vocab=8000, weights="q8_0"
+    ),
+    "random-1b": Shape(
+        n_layer=16, n_head=32, n_head_kv=8, n_embd_head=64, n_ff=8192, n_ctx=131072, n_vocab=32000, weights="q8_0"
+    ),
+    "random-8b": Shape(
+        n_layer=32, n_head=32, n_head_kv=8, n_embd_head=128, n_ff=14336, n_ctx=131072, n_vocab=32000, weights="q8_0"
+    ),
+}
 
 
 class _Writer:

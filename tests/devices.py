@@ -17,12 +17,16 @@ import time
 from pathlib import Path
 
 import gguf
+import pytest
 
 from snapkv_gguf import _lib
 
 # env: SNAPKV_TEST_DEVICE
 DEVICE = os.environ.get("SNAPKV_TEST_DEVICE", "cpu")
 N_SERVERS = {"cpu": 0, "gpu": 0, "rpc": 2, "rpc-half": 1}[DEVICE]
+
+# the abort callback is the CPU's
+needs_abort = pytest.mark.skipif(DEVICE != "cpu", reason="computations on a device are not aborted")
 
 # of scores that come in float32, relative to the largest: sums over up to 64 rows of a softmax
 # GPUs multiply in less than float32 (TF32, halves), or have an approximate exponential

@@ -37,6 +37,15 @@ def test_every_kind(models: dict[str, Path], name: str, n_ubatch: int) -> None:
             assert np.isfinite(engine.decode([5], N)).all()
 
 
+@pytest.mark.parametrize("flash_attn", [True, False], ids=["fa", "no-fa"])
+@pytest.mark.parametrize("name", ["llama", "gemma4", "lfm2"])
+def test_a_cache_that_is_not_offloaded(models: dict[str, Path], name: str, flash_attn: bool) -> None:
+    """The layers are where SNAPKV_TEST_DEVICE says, their cache on the host."""
+    with Engine(models[name], params(N, 32), n_ctx=512, offload_kqv=False, flash_attn=flash_attn) as engine:
+        engine.check_pass(params(100, 16), random_tokens(N, 320, seed=4))
+        assert np.isfinite(engine.decode([5], N)).all()
+
+
 def test_a_hybrid_keeps_its_state(models: dict[str, Path]) -> None:
     """What is refused changes neither the cells nor the recurrent state."""
     tokens = random_tokens(N, 320)
@@ -64,11 +73,12 @@ def test_a_hybrid_is_restored(models: dict[str, Path]) -> None:
         assert np.array_equal(engine.decode([7], N), expected)
 
 
+@devices.needs_abort
 @pytest.mark.parametrize("name", ["lfm2", "gemma3"])
 def test_a_lost_sequence_is_gone_from_every_part(models: dict[str, Path], name: str) -> None:
     """An abort in the middle of the moves."""
     with Engine(models[name], SETTINGS, n_ctx=512) as engine:
-        for n_calls in range(10_000):
+        for n_calls in range(1000):
             engine.clear()
             engine.decode(random_tokens(N, 320))
             with engine.aborting_after(n_calls):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import devices
 import numpy as np
 import pytest
 from engine import Engine, params, random_tokens
@@ -104,6 +105,7 @@ def test_a_kernel_wider_than_the_prefix(models: dict[str, Path]) -> None:
             engine.decode(random_tokens(N, 320))
 
 
+@devices.needs_abort
 def test_an_abort_at_any_moment(models: dict[str, Path]) -> None:
     """Before the moves: nothing was changed. In the middle of them: the sequence is gone, and that is said."""
     seen = set()
@@ -136,6 +138,7 @@ def test_an_abort_at_any_moment(models: dict[str, Path]) -> None:
     assert seen == {Status.OK, Status.ABORTED, Status.SEQUENCE_LOST}
 
 
+@devices.needs_abort
 def test_an_aborted_prompt_then_the_next(models: dict[str, Path]) -> None:
     tokens = random_tokens(400, 320)
     with Engine(models["llama"], SETTINGS, n_ctx=512, n_batch=64, n_ubatch=32) as engine:
