@@ -2,7 +2,7 @@
 
 #include "snapkv-graph.h"
 #include "snapkv-hooks.h"
-#include "snapkv-select.h"
+#include "snapkv-rules.h"
 
 #include "llama-context.h"
 #include "llama-impl.h"
@@ -29,6 +29,7 @@ struct llama_snapkv_params llama_snapkv_default_params(void) {
         /*.n_recent =*/ 512,
         /*.n_kernel =*/ 21,
         /*.pool     =*/ LLAMA_SNAPKV_POOL_MAX,
+        /*.rule     =*/ LLAMA_SNAPKV_RULE_SNAPKV,
     };
 }
 
@@ -39,6 +40,7 @@ struct llama_snapkv_params llama_snapkv_paper_params(void) {
         /*.n_recent =*/ 0,
         /*.n_kernel =*/ 5,
         /*.pool     =*/ LLAMA_SNAPKV_POOL_AVG,
+        /*.rule     =*/ LLAMA_SNAPKV_RULE_SNAPKV,
     };
 }
 
@@ -56,6 +58,9 @@ const char * llama_snapkv_params_check(struct llama_snapkv_params params) {
     if (params.pool != LLAMA_SNAPKV_POOL_AVG && params.pool != LLAMA_SNAPKV_POOL_MAX) {
         return "pool must be one of enum llama_snapkv_pool";
     }
+    if (!snapkv_get_rule(params.rule)) {
+        return "rule must be one of enum llama_snapkv_rule";
+    }
     if (params.n_recent != 0 && params.n_recent < params.n_window) {
         return "n_recent must be 0 or at least n_window";
     }
@@ -63,6 +68,12 @@ const char * llama_snapkv_params_check(struct llama_snapkv_params params) {
         return "n_budget must be greater than n_window and n_recent, and at most 2^30";
     }
     return nullptr;
+}
+
+const char * llama_snapkv_rule_name(enum llama_snapkv_rule rule) {
+    const auto * res = snapkv_get_rule(rule);
+
+    return res ? res->name : nullptr;
 }
 
 const char * llama_snapkv_status_str(enum llama_snapkv_status status) {
@@ -359,13 +370,20 @@ enum llama_snapkv_status llama_snapkv_compact(
 
     const auto sizes_before = snapkv_buffer_sizes(*ctx);
 
+    const auto & rule = *snapkv_get_rule(params.rule);
+
+    llama_snapkv_params params_used = params;
+    params_used.n_window = n_window;
+
     // which rows each layer and KV head keeps
     std::vector<std::vector<std::vector<uint32_t>>> keep(n_layer);
+
+    std::vector<double> scores_shared(n - n_window, 0.0);
 
     std::vector<uint32_t> layers(n_layer);
     std::iota(layers.begin(), layers.end(), 0);
 
-    const auto on_scores = [&](uint32_t i, std::vector<float> scores) {
+    const auto on_scores = [&](uint32_t i, const std::vector<float> & attn) {
         const int64_t t_select_us = ggml_time_us();
 
         const auto & info = snapkv->layers[i].info;
@@ -374,13 +392,25 @@ enum llama_snapkv_status llama_snapkv_compact(
 
         keep[i].resize(info.n_head_kv);
 
+        std::vector<std::vector<double>> scores(rule.is_shared ? info.n_head_kv : 0);
+
         // a thread must be worth its start
         const uint32_t n_threads = std::min<uint64_t>(ctx->n_threads_batch(), 1 + (uint64_t) info.n_head*n/65536);
 
         snapkv_parallel_for(info.n_head_kv, n_threads, [&](uint32_t ih) {
-            keep[i][ih] = snapkv_select(scores.data() + (size_t) ih*n_group*n, n_group, n, n_window, n_recent,
-                    params.n_budget, params.n_kernel, params.pool);
+            auto cur = snapkv_score(rule, { params_used, n, n_group, i, ih, attn.empty() ? nullptr : attn.data() + (size_t) ih*n_group*n });
+            if (rule.is_shared) {
+                scores[ih] = std::move(cur);
+            } else {
+                keep[i][ih] = snapkv_select(cur, n, n_recent, params.n_budget);
+            }
         });
+
+        for (const auto & cur : scores) {
+            for (uint32_t j = 0; j < cur.size(); ++j) {
+                scores_shared[j] += cur[j];
+            }
+        }
 
         stats.t_select_us += ggml_time_us() - t_select_us;
     };
@@ -389,8 +419,21 @@ enum llama_snapkv_status llama_snapkv_compact(
     snapkv->generation++;
 
     ggml_status status = snapkv_try([&]() {
-        return snapkv_compute_scores(*ctx, *snapkv, seq_id, order, n_window, layers, on_scores);
+        if (rule.needs_attn) {
+            return snapkv_compute_scores(*ctx, *snapkv, seq_id, order, n_window, layers, on_scores);
+        }
+        for (uint32_t i : layers) {
+            on_scores(i, {});
+        }
+        return GGML_STATUS_SUCCESS;
     });
+
+    if (rule.is_shared) {
+        const auto chosen = snapkv_select(scores_shared, n, n_recent, params.n_budget);
+        for (auto & heads : keep) {
+            std::fill(heads.begin(), heads.end(), chosen);
+        }
+    }
 
     stats.t_score_us = ggml_time_us() - t_start_us - stats.t_select_us;
 

@@ -26,6 +26,15 @@ extern "C" {
         LLAMA_SNAPKV_POOL_MAX = 1,
     };
 
+    // what the cells before the recent part are scored by; all but the first are there to compare with
+    enum llama_snapkv_rule {
+        LLAMA_SNAPKV_RULE_SNAPKV       = 0, // pooled attention of the window, per layer and KV head
+        LLAMA_SNAPKV_RULE_SHARED       = 1, // the same, averaged over all layers and heads, which keep the same cells
+        LLAMA_SNAPKV_RULE_FIRST_RECENT = 2, // the first 4 and the most recent cells (StreamingLLM, arXiv:2309.17453)
+        LLAMA_SNAPKV_RULE_RANDOM       = 3, // pseudo-random, the same for the same cell, layer and KV head
+        LLAMA_SNAPKV_RULE_COUNT,
+    };
+
     // > 0: a success that did nothing, < 0: a refusal or a failure
     enum llama_snapkv_status {
         LLAMA_SNAPKV_STATUS_OK                     =   0, // enabled, or compacted
@@ -61,6 +70,7 @@ extern "C" {
         uint32_t n_kernel; // pooling width, odd
 
         enum llama_snapkv_pool pool;
+        enum llama_snapkv_rule rule;
     };
 
     struct llama_snapkv_stats {
@@ -115,6 +125,9 @@ extern "C" {
 
     // NULL if the parameters are valid, else a sentence that says which is wrong, in static memory
     LLAMA_API const char * llama_snapkv_params_check(struct llama_snapkv_params params);
+
+    // snapkv, shared, first-recent, random; NULL if there is no such rule
+    LLAMA_API const char * llama_snapkv_rule_name(enum llama_snapkv_rule rule);
 
     LLAMA_API const char * llama_snapkv_status_str(enum llama_snapkv_status status);
 

@@ -351,7 +351,7 @@ ggml_status snapkv_compute_scores(
         const snapkv_order & order,
         uint32_t        n_window,
         const std::vector<uint32_t> & layers,
-        const std::function<void(uint32_t i, std::vector<float> scores)> & on_scores) {
+        const std::function<void(uint32_t i, const std::vector<float> & scores)> & on_scores) {
     const uint32_t n = order.size();
 
     graph_runner run(lctx);
@@ -378,7 +378,7 @@ ggml_status snapkv_compute_scores(
                     }
                 }
                 if (is_last && is_last_reader) {
-                    on_scores(i, std::move(*scores));
+                    on_scores(i, *scores);
                 }
             });
             if (status != GGML_STATUS_SUCCESS) {

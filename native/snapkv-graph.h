@@ -24,7 +24,7 @@ ggml_status snapkv_compute_scores(
         const std::vector<std::pair<llama_pos, uint32_t>> & order,
         uint32_t        n_window,
         const std::vector<uint32_t> & layers,
-        const std::function<void(uint32_t i, std::vector<float> scores)> & on_scores);
+        const std::function<void(uint32_t i, const std::vector<float> & scores)> & on_scores);
 
 // rows of the cells order[keep[layer][head][j]] go to the cells dst[j], as they are stored
 // keep: by layer and KV head, ascending; the source cells can be overwritten

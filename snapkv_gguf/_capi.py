@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from . import _lib
-from .config import Pool, ResolvedSnapKV
+from .config import Pool, ResolvedSnapKV, Rule
 
 
 class Status(IntEnum):
@@ -41,6 +41,8 @@ class Status(IntEnum):
 
 POOL_TYPES: dict[Pool, int] = {"avg": 0, "max": 1}
 
+RULES: dict[Rule, int] = {name: i for i, name in enumerate(get_args(Rule))}
+
 
 class Params(ctypes.Structure):
     """struct llama_snapkv_params."""
@@ -51,12 +53,14 @@ class Params(ctypes.Structure):
         ("n_recent", ctypes.c_uint32),
         ("n_kernel", ctypes.c_uint32),
         ("pool", ctypes.c_int),
+        ("rule", ctypes.c_int),
     ]
 
     @classmethod
     def of(cls, settings: ResolvedSnapKV) -> Params:
         """The struct for settings in cells."""
-        return cls(settings.budget, settings.window, settings.recent, settings.kernel, POOL_TYPES[settings.pool])
+        pool, rule = POOL_TYPES[settings.pool], RULES[settings.rule]
+        return cls(settings.budget, settings.window, settings.recent, settings.kernel, pool, rule)
 
 
 class Stats(ctypes.Structure):
@@ -189,6 +193,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "paper_params": (Params, []),
     "params_check": (ctypes.c_char_p, [Params]),
     "status_str": (ctypes.c_char_p, [ctypes.c_int]),
+    "rule_name": (ctypes.c_char_p, [ctypes.c_int]),
     "supported": (ctypes.c_int, [_ctx]),
     "init": (ctypes.c_int, [_ctx, Params]),
     "compact": (ctypes.c_int, [_ctx, _seq, ctypes.POINTER(Params), ctypes.POINTER(Stats)]),
@@ -238,6 +243,11 @@ def paper_params() -> Params:
 def params_check(params: Params) -> str:
     """Empty if the parameters are valid, else a sentence that says which is wrong."""
     return _text(_c["params_check"](params))
+
+
+def rule_name(rule: int) -> str:
+    """The library's name for a rule, empty if there is none."""
+    return _text(_c["rule_name"](rule))
 
 
 def status_str(status: Status) -> str:

@@ -368,7 +368,11 @@ def quality(
     model: ModelOption = "smollm2",
     seeds: Annotated[str, typer.Option("--seeds", help="How many texts, or which: 20, or 3,5,8.")] = "20",
     settings: Annotated[
-        str, typer.Option("--settings", help="Names separated by commas: full, stream, w16-max21, w16-max21-r0.5, ...")
+        str,
+        typer.Option(
+            "--settings",
+            help="Names separated by commas: full, stream, random, w16-max21, w16-max21-r0.5, w16-max21-shared, ...",
+        ),
     ] = "",
     budgets: Annotated[str, typer.Option("--budgets", help="Cells, separated by commas.")] = "1024,512,256",
     n_texts: Annotated[int, typer.Option("--texts", min=0, help="Running texts to compare the next tokens of.")] = 5,

@@ -10,6 +10,9 @@ from typing import Any, Literal, get_args
 
 Pool = Literal["max", "avg"]
 
+# by their names in the library, in the order of enum llama_snapkv_rule
+Rule = Literal["snapkv", "shared", "first-recent", "random"]
+
 # of budget, recent and kernel, the same as in the library
 MAX_CELLS = 2**30
 
@@ -26,6 +29,7 @@ class ResolvedSnapKV:
     recent: int
     kernel: int
     pool: Pool
+    rule: Rule
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,9 @@ class SnapKV:
         pool: ``"max"`` or ``"avg"``. Averages are zero padded and always divided by ``kernel``.
         recent: Last cells that are kept in any case: a number of cells (int, 0 or window <= recent < budget),
             or a share of the budget (float, 0 <= recent < 1). Never fewer than ``window``.
+        rule: ``"snapkv"``, or one to compare it with: ``"shared"`` (the same scores, averaged over all layers and
+            heads, which keep the same cells), ``"first-recent"`` (the first 4 and the most recent cells:
+            StreamingLLM, arXiv:2309.17453), ``"random"``.
 
     Raises:
         TypeError: A field has the wrong type.
@@ -52,6 +59,7 @@ class SnapKV:
     kernel: int = 21
     pool: Pool = "max"
     recent: int | float = 0.5
+    rule: Rule = "snapkv"
 
     def __post_init__(self) -> None:
         budget = _number("budget", self.budget, "a number of cells (int) or a share of the prompt (float)")
@@ -73,9 +81,10 @@ class SnapKV:
             )
         if not 1 <= kernel <= MAX_CELLS or kernel % 2 == 0:
             raise ValueError(f"kernel={kernel}: must be odd, between 1 (no pooling) and {MAX_CELLS}, try 5 or 21")
-        if self.pool not in get_args(Pool):
-            kind = ValueError if isinstance(self.pool, str) else TypeError
-            raise kind(f"pool={self.pool!r}: must be 'max' or 'avg'")
+        for field, choice, names in (("pool", self.pool, get_args(Pool)), ("rule", self.rule, get_args(Rule))):
+            if choice not in names:
+                kind = ValueError if isinstance(choice, str) else TypeError
+                raise kind(f"{field}={choice!r}: must be {' or '.join(map(repr, names))}")
         if isinstance(recent, float) and not 0 <= recent < 1:
             raise ValueError(
                 f"recent={recent}: a float is a share of the budget, 0 <= recent < 1; "
@@ -134,7 +143,7 @@ class SnapKV:
         budget = self.budget if isinstance(self.budget, int) else max(reserved + 1, round(self.budget * n_tokens))
         share = self.recent if isinstance(self.recent, int) else int(self.recent * budget)
         recent = min(max(self.window, share), budget - 1)
-        return ResolvedSnapKV(budget=budget, window=self.window, recent=recent, kernel=self.kernel, pool=self.pool)
+        return ResolvedSnapKV(budget, self.window, recent, self.kernel, self.pool, self.rule)
 
 
 def _integer(name: str, value: Any, what: str) -> int:

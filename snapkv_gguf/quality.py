@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import haystack
-from .config import Pool, SnapKV
+from .config import Pool, Rule, SnapKV
 from .llama import Llama
 from .prompt import Vocabulary
 
@@ -34,7 +34,6 @@ FULL, STREAM = "full", "stream"
 # the full cache; first-4-plus-recent; the paper's; wide max pooling, and with a recent part
 DEFAULT_SETTINGS = (FULL, STREAM, "w32-avg5", "w16-max21", "w16-max21-r0.25", "w16-max21-r0.5", "w16-max21-r0.75")
 
-_FIRST = 4  # cells that the streaming rule keeps at the beginning
 _MAX_ANSWER = 32
 _N_NEXT = 64  # tokens of running text that are compared
 
@@ -87,16 +86,27 @@ class Divergence:
 def parse_setting(name: str, budget: int) -> SnapKV:
     """``w16-max21-r0.5``: window 16, max pooling over 21, half of the budget for recent cells.
 
+    With ``-shared`` at the end all layers and heads keep the same cells; ``stream`` is first-4-plus-recent, ``random``
+    is what it says, the window kept.
+
     Raises:
         ValueError: Not of this form, or out of range.
     """
-    match = re.fullmatch(r"w(\d+)-(max|avg)(\d+)(?:-r(\d+(?:\.\d*)?|\.\d+))?", name)
+    if name == STREAM:
+        return SnapKV(budget=budget, recent=0, rule="first-recent")
+    if name == "random":
+        return SnapKV(budget=budget, recent=0, rule="random")
+    match = re.fullmatch(r"w(\d+)-(max|avg)(\d+)(?:-r(\d+(?:\.\d*)?|\.\d+))?(-shared)?", name)
     if match is None:
-        raise ValueError(f"setting {name!r}: must be {FULL!r}, {STREAM!r} or like 'w16-max21' or 'w16-max21-r0.5'")
-    window, pool, kernel, recent = match.groups()
+        raise ValueError(
+            f"setting {name!r}: must be {FULL!r}, {STREAM!r}, 'random' or like 'w16-max21', 'w16-max21-r0.5' or "
+            "'w16-max21-shared'"
+        )
+    window, pool, kernel, recent, shared = match.groups()
     kind: Pool = "max" if pool == "max" else "avg"
     share: int | float = 0 if recent is None else float(recent) if "." in recent else int(recent)
-    return SnapKV(budget=budget, window=int(window), kernel=int(kernel), pool=kind, recent=share)
+    rule: Rule = "shared" if shared else "snapkv"
+    return SnapKV(budget=budget, window=int(window), kernel=int(kernel), pool=kind, recent=share, rule=rule)
 
 
 def measure(
@@ -181,7 +191,7 @@ def measure_text(
 
 
 def _passes(settings: Sequence[str], budgets: Sequence[int]) -> dict[tuple[str, int], SnapKV]:
-    return {(name, b): parse_setting(name, b) for name in settings if name not in (FULL, STREAM) for b in budgets}
+    return {(name, b): parse_setting(name, b) for name in settings if name != FULL for b in budgets}
 
 
 def _llama(
@@ -222,9 +232,7 @@ def _settings(
             llm.eval(prompt[-window:])
             first = llm.sample(temp=0.0)
             started = time.perf_counter()
-            if setting == STREAM:
-                _keep_first_and_recent(llm, budget)
-            elif setting != FULL:
+            if setting != FULL:
                 llm.compact(passes[setting, budget])
             yield setting, budget, time.perf_counter() - started, first
 
@@ -235,13 +243,6 @@ def _log_softmax(llm: Llama, token: int) -> npt.NDArray[np.float64]:
     logits = np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),)).astype(np.float64)
     logits -= logits.max()
     return np.asarray(logits - np.log(np.exp(logits).sum()))
-
-
-def _keep_first_and_recent(llm: Llama, budget: int) -> None:
-    """StreamingLLM's rule (arXiv:2309.17453), for all layers and heads alike: the cells between are removed."""
-    n = llm.n_tokens
-    if n > budget and not llm._ctx.kv_cache_seq_rm(0, _FIRST, n - budget + _FIRST):
-        raise RuntimeError("the cache refused to remove cells from the middle")
 
 
 def _greedy(llm: Llama, token: int) -> str:

@@ -8,6 +8,8 @@ scores go to the lower cell. Cells are in the order of (position, cell index).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -119,7 +121,7 @@ def select(
     pool: Pool,
     n_head_kv: int,
 ) -> Indices:
-    """Cells that each KV head keeps.
+    """Cells that each KV head of a layer keeps by SnapKV.
 
     Args:
         sums: [n_head, n], attention summed over the window's rows; the float32 sums of the device, or
@@ -134,21 +136,55 @@ def select(
     Returns:
         [n_head_kv, min(budget, n)], ascending; the last ``recent`` are the last cells.
     """
-    x = np.asarray(sums, dtype=np.float64)
-    n = x.shape[-1]
+    n = np.shape(sums)[-1]
     if n <= budget:
         return np.tile(np.arange(n), (n_head_kv, 1))
-    recent = max(recent, window)
+    scores = window_scores(sums, window=window, kernel=kernel, pool=pool, n_head_kv=n_head_kv)
+    return best_and_recent(scores, n=n, budget=budget, recent=max(recent, window))
+
+
+def window_scores(sums: npt.ArrayLike, *, window: int, kernel: int, pool: Pool, n_head_kv: int) -> Floats:
+    """SnapKV's scores of the prefix: [n_head_kv, n - window]."""
+    x = np.asarray(sums, dtype=np.float64)
+    n = x.shape[-1]
     # pooled over the whole prefix: candidates near its end still see their right neighbours
-    pooled = pool_scores(x[:, : n - window] / window, kernel, pool)
-    candidates = group_scores(pooled, n_head_kv)[:, : n - recent]
+    return group_scores(pool_scores(x[:, : n - window] / window, kernel, pool), n_head_kv)
+
+
+def best_and_recent(scores: npt.ArrayLike, *, n: int, budget: int, recent: int) -> Indices:
+    """The best of the cells before the recent ones, and these: [n_head_kv, n - window] -> [n_head_kv, budget]."""
+    candidates = np.asarray(scores, dtype=np.float64)[:, : n - recent]
     chosen = top_cells(candidates, budget - recent)
-    last = np.tile(np.arange(n - recent, n), (n_head_kv, 1))
+    last = np.tile(np.arange(n - recent, n), (len(candidates), 1))
     return np.concatenate([chosen, last], axis=-1)
 
 
-def first_and_recent(n: int, budget: int, first: int = 4) -> Indices:
-    """The first and the most recent cells (StreamingLLM, Xiao et al., 2023, arXiv:2309.17453): [min(budget, n)]."""
-    if n <= budget:
-        return np.arange(n)
-    return np.concatenate([np.arange(first), np.arange(n - budget + first, n)])
+# rules to compare with
+
+
+def shared_scores(scores: Sequence[npt.ArrayLike]) -> Floats:
+    """The scores of all layers [n_head_kv, n] added up: [1, n]. Dropping whole cells could do no better."""
+    total = np.zeros(np.shape(scores[0])[-1])
+    for layer in scores:  # ascending layers and heads
+        for head in np.asarray(layer, dtype=np.float64):
+            total += head
+    return total[None]
+
+
+def first_recent_scores(n: int, first: int = 4) -> Floats:
+    """The first and the most recent cells (StreamingLLM, Xiao et al., 2023, arXiv:2309.17453): [1, n]."""
+    scores = np.arange(n, dtype=np.float64)
+    scores[:first] = n
+    return scores[None]
+
+
+def random_scores(n: int, i_layer: int, n_head_kv: int) -> Floats:
+    """Pseudo-random by layer, head and cell, the finalizer of splitmix64: [n_head_kv, n]."""
+    heads = np.arange(n_head_kv, dtype=np.uint64)[:, None]
+    with np.errstate(over="ignore"):
+        z = (np.uint64(i_layer) << np.uint64(48)) + (heads << np.uint64(32)) + np.arange(n, dtype=np.uint64)
+        z += np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+    return np.asarray((z >> np.uint64(11)).astype(np.float64))

@@ -55,8 +55,10 @@ def load_model(path: str | Path) -> object:
     return model
 
 
-def params(budget: int, window: int = 16, recent: int = 0, kernel: int = 21, pool: str = "max") -> Params:
-    return Params(budget, window, recent, kernel, _capi.POOL_TYPES[pool])  # type: ignore[index]
+def params(
+    budget: int, window: int = 16, recent: int = 0, kernel: int = 21, pool: str = "max", rule: str = "snapkv"
+) -> Params:
+    return Params(budget, window, recent, kernel, _capi.POOL_TYPES[pool], _capi.RULES[rule])  # type: ignore[index]
 
 
 class Rounding(NamedTuple):

@@ -364,4 +364,4 @@ def test_quality(model_path: Path, tmp_path: Path) -> None:
     for name in ("best", "w16-max21-r0.5.5", "w16-max21-r."):
         wrong = snapkv("quality", "-m", model_path, "--settings", f"full,{name}")
         assert wrong.exit_code == 1
-        assert f"setting {name!r}: must be 'full', 'stream' or like 'w16-max21'" in wrong.stderr
+        assert f"setting {name!r}: must be 'full', 'stream', 'random' or like 'w16-max21'" in wrong.stderr

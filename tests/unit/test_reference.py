@@ -118,6 +118,24 @@ def test_candidates_see_neighbours_in_the_recent_part() -> None:
     assert reference.select(sums, kernel=5, pool=pool, **arguments).tolist() == [[6, 7, 8, 9, 10, 11]]
 
 
-def test_first_and_recent() -> None:
-    assert reference.first_and_recent(10, 6).tolist() == [0, 1, 2, 3, 8, 9]
-    assert reference.first_and_recent(5, 6).tolist() == [0, 1, 2, 3, 4]
+def test_first_recent() -> None:
+    scores = reference.first_recent_scores(8)
+    found = reference.best_and_recent(scores, n=10, budget=6, recent=2)
+    assert found.tolist() == [[0, 1, 2, 3, 8, 9]]
+    assert reference.best_and_recent(scores, n=10, budget=7, recent=2).tolist() == [[0, 1, 2, 3, 7, 8, 9]]
+
+
+def test_shared() -> None:
+    layers = [[[1.0, 2.0, 0.0], [0.0, 2.0, 1.0]], [[4.0, 0.0, 0.0]]]
+    assert reference.shared_scores(layers).tolist() == [[5.0, 4.0, 1.0]]
+
+
+def test_random() -> None:
+    scores = reference.random_scores(2000, 1, 2)
+    assert scores.shape == (2, 2000)
+    assert len(np.unique(scores)) == scores.size
+    uniform = scores / 2**53
+    assert abs(uniform.mean() - 0.5) < 0.02
+    assert abs(np.corrcoef(uniform)[0, 1]) < 0.1
+    # the first output of splitmix64 seeded with 0
+    assert int(reference.random_scores(1, 0, 1)[0, 0]) == 0xE220A8397B1DCDAF >> 11

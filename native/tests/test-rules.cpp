@@ -1,6 +1,6 @@
-// snapkv_select() against a direct computation
+// scores and selection of the rule "snapkv" against a direct computation
 
-#include "snapkv-select.h"
+#include "snapkv-rules.h"
 
 #include <algorithm>
 #include <cmath>
@@ -48,6 +48,14 @@ static std::vector<uint32_t> select_direct(
     return order;
 }
 
+static std::vector<uint32_t> select_by_rule(
+        const std::vector<float> & scores, uint32_t n_group, uint32_t n, uint32_t n_window, uint32_t n_recent,
+        uint32_t n_budget, uint32_t n_kernel, llama_snapkv_pool pool) {
+    const llama_snapkv_params params = { n_budget, n_window, n_recent, n_kernel, pool, LLAMA_SNAPKV_RULE_SNAPKV };
+
+    return snapkv_select(snapkv_score(*snapkv_get_rule(params.rule), { params, n, n_group, 0, 0, scores.data() }), n, n_recent, n_budget);
+}
+
 int main() {
     std::mt19937 rng(0);
 
@@ -69,7 +77,7 @@ int main() {
             s = it % 4 == 0 ? std::uniform_real_distribution<float>(0.0f, 1.0f)(rng) : uniform(0, 3)/4.0f;
         }
 
-        const auto res = snapkv_select(scores.data(), n_group, n, n_window, n_recent, n_budget, n_kernel, pool);
+        const auto res = select_by_rule(scores, n_group, n, n_window, n_recent, n_budget, n_kernel, pool);
 
         CHECK(res == select_direct(scores, n_group, n, n_window, n_recent, n_budget, n_kernel, pool));
         CHECK(res.size() == n_budget);
@@ -80,7 +88,7 @@ int main() {
     // equal scores: the first cells
     {
         const std::vector<float> scores(50, 0.5f);
-        const auto res = snapkv_select(scores.data(), 1, 50, 4, 4, 10, 1, LLAMA_SNAPKV_POOL_MAX);
+        const auto res = select_by_rule(scores, 1, 50, 4, 4, 10, 1, LLAMA_SNAPKV_POOL_MAX);
         CHECK((res == std::vector<uint32_t>{ 0, 1, 2, 3, 4, 5, 46, 47, 48, 49 }));
     }
 
@@ -90,7 +98,7 @@ int main() {
         scores[7] = 0.5f;
         scores[9] = std::numeric_limits<float>::infinity();
         for (const auto pool : { LLAMA_SNAPKV_POOL_AVG, LLAMA_SNAPKV_POOL_MAX }) {
-            const auto res = snapkv_select(scores.data(), 1, 50, 4, 4, 10, 1, pool);
+            const auto res = select_by_rule(scores, 1, 50, 4, 4, 10, 1, pool);
             CHECK((res == std::vector<uint32_t>{ 0, 1, 2, 3, 7, 9, 46, 47, 48, 49 }));
         }
     }
