@@ -3,6 +3,8 @@
 #include "server-common.h"
 
 #include <algorithm>
+#include <filesystem>
+#include <system_error>
 #include <cmath>
 #include <stdexcept>
 
@@ -203,7 +205,13 @@ server_snapkv_stats server_snapkv_compact(llama_context * ctx, llama_seq_id seq_
     return res;
 }
 
-const char * server_snapkv_check_restored(const llama_context * ctx, llama_seq_id seq_id, const server_tokens & tokens) {
+const char * server_snapkv_check_restored(const llama_context * ctx, llama_seq_id seq_id, const server_tokens & tokens, const std::string & path, size_t n_read) {
+    // caches of two models can be alike in what is read first
+    std::error_code err;
+    if (std::filesystem::file_size(path, err) != n_read || err) {
+        return "The slot save file holds more than the state of this model";
+    }
+
     const int32_t n_cells = llama_snapkv_n_cells(ctx, seq_id);
 
     if (llama_snapkv_ring_size(ctx) == 0) {

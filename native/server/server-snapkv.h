@@ -76,8 +76,8 @@ int32_t server_snapkv_n_past(
 // the pass after a prompt of n_prompt tokens
 server_snapkv_stats server_snapkv_compact(llama_context * ctx, llama_seq_id seq_id, int32_t n_prompt, const common_params_snapkv & params);
 
-// what is wrong with a restored sequence that should hold these tokens, null if nothing is
-const char * server_snapkv_check_restored(const llama_context * ctx, llama_seq_id seq_id, const server_tokens & tokens);
+// what is wrong with a sequence restored from a file, that should hold these tokens, null if nothing is
+const char * server_snapkv_check_restored(const llama_context * ctx, llama_seq_id seq_id, const server_tokens & tokens, const std::string & path, size_t n_read);
 
 // of what the sequence holds now
 server_snapkv_prompt server_snapkv_state(const llama_context * ctx, llama_seq_id seq_id, const common_params_snapkv & params = {});

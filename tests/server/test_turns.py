@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -266,6 +268,36 @@ def test_slot_files(start: Callable[..., Any], tmp_path: Path, reference: Refere
         assert one.complete(PROMPT[:200])["timings"]["cache_n"] == 0
         one.post("/slots/0?action=restore", filename="compacted")
         assert one.complete(PROMPT, snapkv=False)["timings"]["cache_n"] == 0
+
+
+def test_slot_files_of_another_kind_of_model(start: Callable[..., Any], tmp_path: Path, reference: Reference) -> None:
+    """Its cache begins like this model's, and goes on."""
+    other = start("--slot-save-path", f"{tmp_path}/", model=tiny.write_lfm2(tmp_path / "lfm2.gguf"))
+    other.complete(PROMPT)
+    assert other.post("/slots/0?action=save", filename="lfm2").status_code == 200
+    for snapkv in (CONFIG, False):
+        client = start("--slot-save-path", f"{tmp_path}/", snapkv=snapkv)
+        refused = client.post("/slots/0?action=restore", filename="lfm2")
+        assert refused.status_code == 400
+    assert client.complete(PROMPT)["timings"]["cache_n"] == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_a_busy_slot_asked_for_by_its_id(name: str, start: Callable[..., Any], tmp_path: Path) -> None:
+    """The cache of a request that is being answered stays its own, whatever state in memory suits the next one."""
+    client = start("-c", "2048", "-np", "2", "--cache-ram", "64", model=tiny.WRITERS[name](tmp_path / "m.gguf"))
+    running, waiting = tokens(41, 300), tokens(42, 300)
+    expected = [client.complete(prompt, n=150, id_slot=0)["tokens"] for prompt in (running, waiting)]
+    client.complete(tokens(43, 300), id_slot=0)  # both are in memory now
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first = pool.submit(client.complete, running, 150, id_slot=0)
+        while not client.get("/slots")[0]["is_processing"]:
+            time.sleep(0.005)
+        second = pool.submit(client.complete, waiting, 150, id_slot=0)
+        answers = [first.result(timeout=120)["tokens"], second.result(timeout=120)["tokens"]]
+    assert [len(answer) for answer in answers] == [150, 150]
+    if name == "llama":  # a hybrid reads a prompt that comes back from a checkpoint on
+        assert answers[0] == expected[0]
 
 
 def test_slot_files_of_a_server_without(start: Callable[..., Any], tmp_path: Path, full: Reference) -> None:
