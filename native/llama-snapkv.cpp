@@ -656,9 +656,13 @@ int32_t llama_snapkv_get_queries(struct llama_context * ctx, llama_seq_id seq_id
         return -1;
     }
 
+    // the sequence's rows at once
+    std::vector<float> ring(snapkv->n_ring*q->ne[0]);
+    ggml_backend_tensor_get(q, ring.data(), snapkv->ring_row(seq_id, 0)*q->nb[1], snapkv->n_ring*q->nb[1]);
+
     for (uint32_t w = 0; w < n_rows; ++w) {
-        const uint32_t row = snapkv->ring_row(seq_id, order[order.size() - n_rows + w].first);
-        ggml_backend_tensor_get(q, out + (size_t) w*q->ne[0], row*q->nb[1], q->nb[1]);
+        const size_t row = order[order.size() - n_rows + w].first % snapkv->n_ring;
+        std::copy_n(ring.data() + row*q->ne[0], q->ne[0], out + (size_t) w*q->ne[0]);
     }
 
     return n_rows;
@@ -721,8 +725,18 @@ static std::vector<uint8_t> snapkv_read_rows(llama_context & lctx, const llama_s
             }
         }
     } else {
+        uint32_t n_cells = 0;
+        for (const auto & [pos, cell] : order) {
+            n_cells = std::max(n_cells, cell + 1);
+        }
+
+        // at once: on another machine each read is a round trip
+        std::vector<uint8_t> data(n_cells*n_row);
+        if (!data.empty()) {
+            ggml_backend_tensor_get(cache, data.data(), 0, data.size());
+        }
         for (size_t j = 0; j < order.size(); ++j) {
-            ggml_backend_tensor_get(cache, res.data() + j*n_row, order[j].second*n_row, n_row);
+            std::copy_n(data.data() + order[j].second*n_row, n_row, res.data() + j*n_row);
         }
     }
 
