@@ -76,8 +76,9 @@ class Depth:
 
 def random_model(name: str) -> Path:
     """One of ``tiny.RANDOM_SHAPES`` in the cache directory (random-1b: 1.1 GB), written at the first call."""
-    path = models.cache_dir() / f"{name}-q8_0-seed0.gguf"
-    return path if path.is_file() else tiny.write_llama(path, tiny.RANDOM_SHAPES[name], seed=0)
+    shape = tiny.RANDOM_SHAPES[name]
+    path = models.cache_dir() / f"{name}-{shape.weights}-seed0.gguf"
+    return path if path.is_file() else tiny.write_llama(path, shape, seed=0)
 
 
 def default_depths(model: str) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from gguf import GGMLQuantizationType
 
 from snapkv_gguf import _capi, reference
 from snapkv_gguf._capi import Params, Stats, Status
+from snapkv_gguf.config import Pool
 
 import llama_cpp as L  # isort: skip  # after snapkv_gguf, which makes it load our libraries
 
@@ -335,13 +336,12 @@ class Engine:
         n_differ, n_kept = 0, 0
         for i, layer in enumerate(layers):
             sums, chosen = exact[i]
-            pooled = reference.group_scores(
-                reference.pool_scores(
-                    sums[:, : n - settings.n_window] / settings.n_window,
-                    settings.n_kernel,
-                    "max" if settings.pool == _capi.POOL_TYPES["max"] else "avg",
-                ),
-                layer.n_head_kv,
+            pooled = reference.window_scores(
+                sums,
+                window=settings.n_window,
+                kernel=settings.n_kernel,
+                pool=pool_name(settings),
+                n_head_kv=layer.n_head_kv,
             )
             for head in range(layer.n_head_kv):
                 kept = device[i][head]
@@ -364,9 +364,13 @@ class Engine:
             budget=settings.n_budget,
             recent=settings.n_recent,
             kernel=settings.n_kernel,
-            pool="max" if settings.pool == _capi.POOL_TYPES["max"] else "avg",
+            pool=pool_name(settings),
             n_head_kv=n_head_kv,
         )
+
+
+def pool_name(settings: Params) -> Pool:
+    return next(name for name, number in _capi.POOL_TYPES.items() if number == settings.pool)
 
 
 def random_tokens(n: int, n_vocab: int, seed: int = 0) -> list[int]:

@@ -3,10 +3,10 @@
 #include "server-common.h"
 
 #include <algorithm>
-#include <filesystem>
-#include <system_error>
 #include <cmath>
+#include <filesystem>
 #include <stdexcept>
+#include <system_error>
 
 json server_snapkv_to_json(const common_params_snapkv & params) {
     if (!params.enabled) {

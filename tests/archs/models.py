@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-WRITER = Path(__file__).resolve().parents[2] / "build/wheel/bin/test-llama-archs"
+ROOT = Path(__file__).resolve().parents[2]
+WRITER = ROOT / "build/wheel/bin/test-llama-archs"
 
 
 def write_models(folder: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import gguf
 from engine import CACHE_TYPES, Engine, params, random_tokens
 from ggml_tensor import Tensor
+from models import ROOT
 
 from snapkv_gguf import tiny
 from snapkv_gguf._capi import Status
@@ -93,7 +94,7 @@ def types_of(pattern: str) -> str:
 
 def support(backend: str) -> Iterator[tuple[str, str, bool]]:
     """Operation, parameters, and whether the backend runs it, from the table in llama.cpp's documentation."""
-    table = Path(__file__).resolve().parents[2] / f"vendor/llama.cpp/docs/ops/{backend}.csv"
+    table = ROOT / f"vendor/llama.cpp/docs/ops/{backend}.csv"
     with table.open(newline="") as file:
         for row in csv.DictReader(file):
             yield row["op_name"], row["op_params"], row["supported"] == "1"

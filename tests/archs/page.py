@@ -8,12 +8,11 @@ from pathlib import Path
 
 import ops
 import walk
-from models import write_models
+from models import ROOT, write_models
 
 from snapkv_gguf import _capi
 from snapkv_gguf._capi import Status
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs/architectures.md"
 
 REASONS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import ops
@@ -68,10 +67,8 @@ def test_the_tables(found: list[walk.Found], operations: dict[tuple[str, str], d
 
 def test_off_is_identical(arch_models: list[Path], pristine: Path) -> None:
     """Logits of a prompt and of generated tokens, bit by bit, of every architecture."""
-    start = time.monotonic()
     ours, theirs = (
         digests_with(library, arch_models, 100, 4, True, CACHE_TYPES["f16"]) for library in (_lib.lib_dir(), pristine)
     )
     assert len(ours) == len(arch_models)
     assert ours == theirs
-    print(f"{len(ours)} models in {time.monotonic() - start:.0f} s")

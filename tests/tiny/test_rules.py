@@ -59,7 +59,7 @@ def test_names() -> None:
     assert [_capi.rule_name(i) for i in range(len(_capi.RULES) + 1)] == [*_capi.RULES, ""]
 
 
-def test_a_rule_that_does_not_exist(models: dict[str, Path]) -> None:
+def test_a_rule_that_does_not_exist() -> None:
     wrong = params(BUDGET, WINDOW)
     for wrong.rule in (-1, len(_capi.RULES)):
         assert "rule" in _capi.params_check(wrong)

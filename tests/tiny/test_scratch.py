@@ -30,7 +30,7 @@ def test_scratch_memory_is_bounded(tmp_path: Path, budget: int) -> None:
                 status, stats = engine.compact()
                 assert status == Status.OK
                 print(f"{stats.n_bytes_grown / 2**20:.1f} MiB")
-                assert 2**20 < stats.n_bytes_grown < 64 * 2**20
+                assert 2**20 < stats.n_bytes_grown < LIMIT
                 kept.append([_capi.kept(engine.ctx, 0, 0, head) for head in range(8)])
             else:
                 sums, chosen = engine.oracle(0, settings)
