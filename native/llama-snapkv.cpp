@@ -94,6 +94,7 @@ const char * llama_snapkv_status_str(enum llama_snapkv_status status) {
         case LLAMA_SNAPKV_STATUS_UNSUPPORTED_BIAS:       return "models that add a bias to the attention logits are not supported";
         case LLAMA_SNAPKV_STATUS_UNSUPPORTED_QUERIES:    return "the queries of some layers of this model cannot be captured";
         case LLAMA_SNAPKV_STATUS_NOT_EMPTY:              return "the context already holds tokens: clear its memory first";
+        case LLAMA_SNAPKV_STATUS_NOT_OBSERVED:           return "the attention of some tokens was not added up: decode at most n_ubatch tokens between two calls of llama_snapkv_observe(), with the rule h2o from the start";
         case LLAMA_SNAPKV_STATUS_ABORTED:                return "aborted, nothing was changed";
         case LLAMA_SNAPKV_STATUS_FAILED_RESERVE:         return "out of memory for the query ring or the compute buffers";
         case LLAMA_SNAPKV_STATUS_FAILED_COMPUTE:         return "the scores could not be computed, nothing was changed";
@@ -199,8 +200,11 @@ enum llama_snapkv_status llama_snapkv_init(struct llama_context * ctx, struct ll
         return LLAMA_SNAPKV_STATUS_FAILED_RESERVE;
     }
 
+    const bool     is_observed = snapkv_get_rule(params.rule)->needs == SNAPKV_RULE_NEEDS_ALL;
+    const uint32_t n_queries   = is_observed ? std::max(params.n_window, ctx->get_cparams().n_ubatch) : params.n_window;
+
     try {
-        llama_snapkv::attach(*kv, std::make_shared<llama_snapkv>(*kv, caches.idx, params, n_seq_max));
+        llama_snapkv::attach(*kv, std::make_shared<llama_snapkv>(*kv, caches.idx, params, n_queries, n_seq_max));
     } catch (const std::bad_alloc &) {
         LLAMA_LOG_ERROR("%s: failed to allocate the query ring\n", __func__);
         return LLAMA_SNAPKV_STATUS_FAILED_RESERVE;
@@ -297,6 +301,83 @@ static llama_snapkv_status snapkv_status_from_ggml(ggml_status status) {
     return status == GGML_STATUS_ABORTED ? LLAMA_SNAPKV_STATUS_ABORTED : LLAMA_SNAPKV_STATUS_FAILED_COMPUTE;
 }
 
+// add up the attention of the cells of the order that were not observed yet
+static llama_snapkv_status snapkv_observe(
+        llama_context & lctx,
+        llama_snapkv  & snapkv,
+        llama_seq_id    seq_id,
+        const std::vector<std::pair<llama_pos, uint32_t>> & order) {
+    auto & seq = snapkv.seqs[seq_id];
+
+    const uint32_t n     = order.size();
+    const uint32_t n_new = n - std::min(n, seq.n_observed());
+
+    if (n_new == 0) {
+        return n == seq.n_observed() ? LLAMA_SNAPKV_STATUS_OK : LLAMA_SNAPKV_STATUS_NOT_OBSERVED;
+    }
+    if (snapkv_get_rule(snapkv.params.rule)->needs != SNAPKV_RULE_NEEDS_ALL || snapkv.get_n_queries(seq_id, order, n_new) < n_new) {
+        return LLAMA_SNAPKV_STATUS_NOT_OBSERVED;
+    }
+
+    std::vector<uint32_t> layers(snapkv.layers.size());
+    std::iota(layers.begin(), layers.end(), 0);
+
+    // the scheduler is used for other graphs from here on
+    snapkv.generation++;
+
+    const ggml_status status = snapkv_try([&]() {
+        auto observed = seq.observed;
+        observed.resize(snapkv.get_i_head(layers.size()));
+
+        const auto status = snapkv_compute_scores(lctx, snapkv, seq_id, order, n_new, layers, [&](uint32_t i, const std::vector<float> & attn) {
+            const auto & info = snapkv.layers[i].info;
+
+            const uint32_t n_group = info.n_head/info.n_head_kv;
+            const uint32_t i_head  = snapkv.get_i_head(i);
+
+            for (int32_t ih = 0; ih < info.n_head_kv; ++ih) {
+                auto & dst = observed[i_head + ih];
+                dst.resize(n, 0.0);
+                for (uint32_t j = 0; j < n; ++j) {
+                    double sum = 0.0;
+                    for (uint32_t g = 0; g < n_group; ++g) {
+                        sum += attn[((size_t) ih*n_group + g)*n + j];
+                    }
+                    dst[j] += sum/n_group;
+                }
+            }
+        });
+
+        if (status == GGML_STATUS_SUCCESS) {
+            seq.observed     = std::move(observed);
+            seq.pos_observed = order.back().first + 1;
+        }
+        return status;
+    });
+
+    if (status != GGML_STATUS_SUCCESS) {
+        snapkv_reserve(lctx); // it may have lost its buffers
+        return snapkv_status_from_ggml(status);
+    }
+
+    return LLAMA_SNAPKV_STATUS_OK;
+}
+
+enum llama_snapkv_status llama_snapkv_observe(struct llama_context * ctx, llama_seq_id seq_id) {
+    llama_snapkv * snapkv = snapkv_get(*ctx);
+    if (!snapkv) {
+        return LLAMA_SNAPKV_STATUS_NOT_ENABLED;
+    }
+    if (!snapkv->has_seq(seq_id)) {
+        return LLAMA_SNAPKV_STATUS_INVALID_SEQ;
+    }
+
+    ctx->synchronize();
+    ctx->memory_update(false);
+
+    return snapkv_observe(*ctx, *snapkv, seq_id, snapkv->get_order(seq_id));
+}
+
 enum llama_snapkv_status llama_snapkv_compact(
              struct llama_context       * ctx,
                    llama_seq_id           seq_id,
@@ -363,14 +444,21 @@ enum llama_snapkv_status llama_snapkv_compact(
         return LLAMA_SNAPKV_STATUS_NO_QUERIES;
     }
 
+    const auto & rule = *snapkv_get_rule(params.rule);
+
+    const auto sizes_before = snapkv_buffer_sizes(*ctx);
+
+    if (rule.needs == SNAPKV_RULE_NEEDS_ALL) {
+        const auto observed = snapkv_observe(*ctx, *snapkv, seq_id, order);
+        if (observed != LLAMA_SNAPKV_STATUS_OK) {
+            return observed;
+        }
+    }
+
     stats.n_window = n_window;
     stats.n_recent = n_recent;
 
     const uint32_t n_layer = snapkv->layers.size();
-
-    const auto sizes_before = snapkv_buffer_sizes(*ctx);
-
-    const auto & rule = *snapkv_get_rule(params.rule);
 
     llama_snapkv_params params_used = params;
     params_used.n_window = n_window;
@@ -398,7 +486,13 @@ enum llama_snapkv_status llama_snapkv_compact(
         const uint32_t n_threads = std::min<uint64_t>(ctx->n_threads_batch(), 1 + (uint64_t) info.n_head*n/65536);
 
         snapkv_parallel_for(info.n_head_kv, n_threads, [&](uint32_t ih) {
-            auto cur = snapkv_score(rule, { params_used, n, n_group, i, ih, attn.empty() ? nullptr : attn.data() + (size_t) ih*n_group*n });
+            const auto & observed = snapkv->seqs[seq_id].observed;
+
+            auto cur = snapkv_score(rule, {
+                params_used, n, n_group, i, ih,
+                rule.needs == SNAPKV_RULE_NEEDS_WINDOW ? attn.data() + (size_t) ih*n_group*n : nullptr,
+                rule.needs == SNAPKV_RULE_NEEDS_ALL    ? observed[snapkv->get_i_head(i) + ih].data() : nullptr,
+            });
             if (rule.is_shared) {
                 scores[ih] = std::move(cur);
             } else {
@@ -419,7 +513,7 @@ enum llama_snapkv_status llama_snapkv_compact(
     snapkv->generation++;
 
     ggml_status status = snapkv_try([&]() {
-        if (rule.needs_attn) {
+        if (rule.needs == SNAPKV_RULE_NEEDS_WINDOW) {
             return snapkv_compute_scores(*ctx, *snapkv, seq_id, order, n_window, layers, on_scores);
         }
         for (uint32_t i : layers) {
@@ -486,7 +580,27 @@ enum llama_snapkv_status llama_snapkv_compact(
 
     const bool is_known = !kept->at(0).empty();
 
+    // the sums of what was kept
+    std::vector<std::vector<double>> observed;
+    if (snapkv->seqs[seq_id].n_observed() == n) {
+        for (const auto & heads : keep) {
+            for (const auto & head : heads) {
+                const auto & src = snapkv->seqs[seq_id].observed[observed.size()];
+
+                auto & cur = observed.emplace_back();
+                for (uint32_t j : head) {
+                    cur.push_back(src[j]);
+                }
+            }
+        }
+    }
+
     snapkv->set_compacted(seq_id, order, dst, n_tail, is_known ? std::move(kept) : nullptr);
+
+    if (!observed.empty()) {
+        snapkv->seqs[seq_id].observed     = std::move(observed);
+        snapkv->seqs[seq_id].pos_observed = order.back().first + 1;
+    }
 
     stats.n_cells_after = params.n_budget;
     stats.t_total_us    = ggml_time_us() - t_start_us;
@@ -496,6 +610,54 @@ enum llama_snapkv_status llama_snapkv_compact(
     }
 
     return LLAMA_SNAPKV_STATUS_OK;
+}
+
+int64_t llama_snapkv_get_observed(const struct llama_context * ctx, llama_seq_id seq_id, double * out, size_t n_max) {
+    const auto * snapkv = snapkv_get(*ctx, seq_id);
+    if (!snapkv) {
+        return -1;
+    }
+
+    const auto & seq = snapkv->seqs[seq_id];
+
+    const size_t n_res = seq.observed.size()*seq.n_observed();
+    if (!out) {
+        return n_res;
+    }
+    if (n_max < n_res) {
+        return -1;
+    }
+
+    for (const auto & head : seq.observed) {
+        out = std::copy(head.begin(), head.end(), out);
+    }
+
+    return n_res;
+}
+
+bool llama_snapkv_set_observed(struct llama_context * ctx, llama_seq_id seq_id, const double * in, size_t n) {
+    auto * snapkv = snapkv_get(*ctx, seq_id);
+    if (!snapkv) {
+        return false;
+    }
+
+    const auto   order  = snapkv->get_order(seq_id);
+    const size_t n_head = snapkv->get_i_head(snapkv->layers.size());
+    const size_t n_cell = n/n_head;
+
+    if (n % n_head != 0 || n_cell > order.size()) {
+        return false;
+    }
+
+    auto & seq = snapkv->seqs[seq_id];
+
+    seq.forget_observed();
+    for (size_t i = 0; i < n_head && n_cell > 0; ++i) {
+        seq.observed.emplace_back(in + i*n_cell, in + (i + 1)*n_cell);
+        seq.pos_observed = order[n_cell - 1].first + 1;
+    }
+
+    return true;
 }
 
 //

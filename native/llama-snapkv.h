@@ -32,6 +32,7 @@ extern "C" {
         LLAMA_SNAPKV_RULE_SHARED       = 1, // the same, averaged over all layers and heads, which keep the same cells
         LLAMA_SNAPKV_RULE_FIRST_RECENT = 2, // the first 4 and the most recent cells (StreamingLLM, arXiv:2309.17453)
         LLAMA_SNAPKV_RULE_RANDOM       = 3, // pseudo-random, the same for the same cell, layer and KV head
+        LLAMA_SNAPKV_RULE_H2O          = 4, // attention of all tokens (heavy hitters, arXiv:2306.14048), see llama_snapkv_observe()
         LLAMA_SNAPKV_RULE_COUNT,
     };
 
@@ -55,6 +56,7 @@ extern "C" {
         LLAMA_SNAPKV_STATUS_UNSUPPORTED_BIAS       = -12, // the model adds a bias to the attention logits
         LLAMA_SNAPKV_STATUS_UNSUPPORTED_QUERIES    = -13, // a layer reads its cache in a way that shows no queries
         LLAMA_SNAPKV_STATUS_NOT_EMPTY              = -14, // llama_snapkv_init() on a context that already holds tokens
+        LLAMA_SNAPKV_STATUS_NOT_OBSERVED           = -15, // rule h2o: the attention of some tokens was not added up, see llama_snapkv_observe()
 
         // failures
         LLAMA_SNAPKV_STATUS_FAILED_RESERVE         = -19, // llama_snapkv_init() ran out of memory
@@ -126,7 +128,7 @@ extern "C" {
     // NULL if the parameters are valid, else a sentence that says which is wrong, in static memory
     LLAMA_API const char * llama_snapkv_params_check(struct llama_snapkv_params params);
 
-    // snapkv, shared, first-recent, random; NULL if there is no such rule
+    // snapkv, shared, first-recent, random, h2o; NULL if there is no such rule
     LLAMA_API const char * llama_snapkv_rule_name(enum llama_snapkv_rule rule);
 
     LLAMA_API const char * llama_snapkv_status_str(enum llama_snapkv_status status);
@@ -148,6 +150,16 @@ extern "C" {
                        llama_seq_id           seq_id,
             const struct llama_snapkv_params * params,
                   struct llama_snapkv_stats * stats);
+
+    // for rule h2o, which must be that of llama_snapkv_init(): add up the attention of the tokens since the last call, all
+    // layers; the query ring then takes n_ubatch tokens, and no more may be decoded between two calls
+    // the pass does the same for the last tokens; what is removed from the sequence, or restored, is forgotten with all sums
+    LLAMA_API enum llama_snapkv_status llama_snapkv_observe(struct llama_context * ctx, llama_seq_id seq_id);
+
+    // these sums, mean of the query heads of each KV head, F64 [KV heads of all layers, cells observed], returns the number of
+    // elements; out can be NULL; a state does not hold them: set gives them back to a sequence with at least as many cells
+    LLAMA_API int64_t llama_snapkv_get_observed(const struct llama_context * ctx, llama_seq_id seq_id, double * out, size_t n_max);
+    LLAMA_API bool    llama_snapkv_set_observed(      struct llama_context * ctx, llama_seq_id seq_id, const double * in, size_t n);
 
     // cells of the sequence in the compacted cache
     LLAMA_API int32_t llama_snapkv_n_cells(const struct llama_context * ctx, llama_seq_id seq_id);

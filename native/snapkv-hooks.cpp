@@ -16,8 +16,8 @@
 #include <limits>
 #include <new>
 
-llama_snapkv::llama_snapkv(llama_kv_cache & kv, llama_kv_cache * kv_idx, llama_snapkv_params params, uint32_t n_seq_max) :
-    kv(kv), kv_idx(kv_idx), params(params), n_ring(params.n_window + N_RING_SLACK), seqs(n_seq_max) {
+llama_snapkv::llama_snapkv(llama_kv_cache & kv, llama_kv_cache * kv_idx, llama_snapkv_params params, uint32_t n_queries, uint32_t n_seq_max) :
+    kv(kv), kv_idx(kv_idx), params(params), n_ring(n_queries + N_RING_SLACK), seqs(n_seq_max) {
     for (auto & seq : seqs) {
         seq.ring.assign(n_ring, -1);
     }
@@ -357,6 +357,11 @@ bool llama_snapkv::on_seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
             seq.frontier = -1;
             seq.kept.reset();
         }
+
+        // what the removed tokens attended to is in the sums of the others
+        if (p0 < seq.pos_observed && (p1 < 0 || p0 < p1)) {
+            seq.forget_observed();
+        }
     }
 
     return true;
@@ -366,6 +371,7 @@ void llama_snapkv::on_clear() {
     for (auto & seq : seqs) {
         seq.frontier = -1;
         seq.kept.reset();
+        seq.forget_observed();
         std::fill(seq.ring.begin(), seq.ring.end(), -1);
     }
 }
@@ -379,6 +385,7 @@ void llama_snapkv::on_seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, l
 
     // the copy's queries are in the ring of the source
     std::fill(dst.ring.begin(), dst.ring.end(), -1);
+    dst.forget_observed();
 
     const bool is_replaced = kv.get_stream(seq_id_src) != kv.get_stream(seq_id_dst);
     if (is_replaced) {
@@ -405,6 +412,7 @@ void llama_snapkv::on_seq_keep(llama_seq_id seq_id) {
         if ((llama_seq_id) s != seq_id && kv.get_stream(s) == kv.get_stream(seq_id)) {
             seqs[s].frontier = -1;
             seqs[s].kept.reset();
+            seqs[s].forget_observed();
             std::fill(seqs[s].ring.begin(), seqs[s].ring.end(), -1);
         }
     }
@@ -420,6 +428,7 @@ void llama_snapkv::on_state_read(llama_seq_id seq_id) {
 
         // the state holds no queries
         std::fill(seq.ring.begin(), seq.ring.end(), -1);
+        seq.forget_observed();
         seq.kept.reset();
 
         // a whole sequence starts at 0, a compacted one at its frontier: n > n_budget > n_window, so it is never 0
@@ -497,12 +506,18 @@ std::vector<llama_pos> llama_snapkv::get_positions(llama_seq_id seq_id, const st
             return {};
         }
 
-        size_t idx = ih;
-        for (uint32_t j = 0; j < i; ++j) {
-            idx += layers[j].info.n_head_kv;
-        }
+        const auto & positions = seq.kept->at(get_i_head(i) + ih);
 
-        std::copy(seq.kept->at(idx).begin(), seq.kept->at(idx).end(), res.begin());
+        std::copy(positions.begin(), positions.end(), res.begin());
+    }
+
+    return res;
+}
+
+uint32_t llama_snapkv::get_i_head(uint32_t i) const {
+    uint32_t res = 0;
+    for (uint32_t j = 0; j < i; ++j) {
+        res += layers[j].info.n_head_kv;
     }
 
     return res;

@@ -64,11 +64,23 @@ struct llama_snapkv {
         std::vector<llama_pos> ring; // position whose query is in the row, -1: none
 
         std::shared_ptr<const kept_positions> kept; // null: not known
+
+        // attention of all tokens up to pos_observed to each cell, by [layer*n_head_kv + head][cell in order]
+        std::vector<std::vector<double>> observed;
+        llama_pos pos_observed = 0;
+
+        uint32_t n_observed() const { return observed.empty() ? 0 : observed[0].size(); }
+
+        void forget_observed() {
+            observed.clear();
+            pos_observed = 0;
+        }
     };
 
     // kv_idx: cache of the indexer's keys, whose cells are those of kv, null: none
+    // n_queries: tokens whose queries the ring takes
     // allocates the ring, throws std::bad_alloc
-    llama_snapkv(llama_kv_cache & kv, llama_kv_cache * kv_idx, llama_snapkv_params params, uint32_t n_seq_max);
+    llama_snapkv(llama_kv_cache & kv, llama_kv_cache * kv_idx, llama_snapkv_params params, uint32_t n_queries, uint32_t n_seq_max);
 
     // parts of a context's memory, null if it has none such
     struct caches {
@@ -139,6 +151,9 @@ struct llama_snapkv {
 
     // original positions of the sequence's rows in (layer i, KV head ih), empty if not known
     std::vector<llama_pos> get_positions(llama_seq_id seq_id, const std::vector<std::pair<llama_pos, uint32_t>> & order, uint32_t i, uint32_t ih) const;
+
+    // index of (layer i, KV head 0) among all layers' KV heads; i = layers.size(): their number
+    uint32_t get_i_head(uint32_t i) const;
 
     bool has_shared_cells(llama_seq_id seq_id) const;
 

@@ -56,7 +56,7 @@ static void score_snapkv(const snapkv_rule_input & in, double * dst) {
 
     for (uint32_t g = 0; g < in.n_group; ++g) {
         for (int64_t j = 0; j < n_prefix; ++j) {
-            row[j] = (double) in.attn[(size_t) g*in.n + j] / in.params.n_window;
+            row[j] = (double) in.attn_window[(size_t) g*in.n + j] / in.params.n_window;
         }
 
         if (in.params.pool == LLAMA_SNAPKV_POOL_MAX) {
@@ -99,11 +99,16 @@ static void score_random(const snapkv_rule_input & in, double * dst) {
     }
 }
 
+static void score_h2o(const snapkv_rule_input & in, double * dst) {
+    std::copy_n(in.attn_all, in.n - in.params.n_window, dst);
+}
+
 static const snapkv_rule RULES[LLAMA_SNAPKV_RULE_COUNT] = {
-    /* SNAPKV       */ { "snapkv",       true,  false, score_snapkv       },
-    /* SHARED       */ { "shared",       true,  true,  score_snapkv       },
-    /* FIRST_RECENT */ { "first-recent", false, true,  score_first_recent },
-    /* RANDOM       */ { "random",       false, false, score_random       },
+    /* SNAPKV       */ { "snapkv",       SNAPKV_RULE_NEEDS_WINDOW,  false, score_snapkv       },
+    /* SHARED       */ { "shared",       SNAPKV_RULE_NEEDS_WINDOW,  true,  score_snapkv       },
+    /* FIRST_RECENT */ { "first-recent", SNAPKV_RULE_NEEDS_NOTHING, true,  score_first_recent },
+    /* RANDOM       */ { "random",       SNAPKV_RULE_NEEDS_NOTHING, false, score_random       },
+    /* H2O          */ { "h2o",          SNAPKV_RULE_NEEDS_ALL,     false, score_h2o          },
 };
 
 const snapkv_rule * snapkv_get_rule(enum llama_snapkv_rule rule) {

@@ -18,14 +18,21 @@ struct snapkv_rule_input {
     uint32_t i_layer;
     uint32_t i_head;  // KV head
 
-    // attention to each cell, summed over the window, [n_group][n]; null if the rule does not need it
-    const float * attn;
+    // attention to each cell; null if the rule does not need it
+    const float  * attn_window; // summed over the window, [n_group][n]
+    const double * attn_all;    // summed over all tokens, mean of the query heads, [n]
+};
+
+enum snapkv_rule_needs {
+    SNAPKV_RULE_NEEDS_NOTHING,
+    SNAPKV_RULE_NEEDS_WINDOW, // attn_window
+    SNAPKV_RULE_NEEDS_ALL,    // attn_all: llama_snapkv_observe()
 };
 
 struct snapkv_rule {
     const char * name;
 
-    bool needs_attn;
+    enum snapkv_rule_needs needs;
 
     // the mean of the scores over all layers and heads decides, and all keep the same cells
     bool is_shared;

@@ -33,6 +33,7 @@ class Status(IntEnum):
     UNSUPPORTED_BIAS = -12
     UNSUPPORTED_QUERIES = -13
     NOT_EMPTY = -14
+    NOT_OBSERVED = -15
     FAILED_RESERVE = -19
     ABORTED = -20
     FAILED_COMPUTE = -21
@@ -185,6 +186,7 @@ _seq = ctypes.c_int32
 _i32 = ctypes.c_int32
 _i32_p = ctypes.POINTER(ctypes.c_int32)
 _f32_p = ctypes.POINTER(ctypes.c_float)
+_f64_p = ctypes.POINTER(ctypes.c_double)
 _u8_p = ctypes.POINTER(ctypes.c_uint8)
 
 # name without its prefix: (result, arguments)
@@ -197,6 +199,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "supported": (ctypes.c_int, [_ctx]),
     "init": (ctypes.c_int, [_ctx, Params]),
     "compact": (ctypes.c_int, [_ctx, _seq, ctypes.POINTER(Params), ctypes.POINTER(Stats)]),
+    "observe": (ctypes.c_int, [_ctx, _seq]),
+    "get_observed": (ctypes.c_int64, [_ctx, _seq, _f64_p, ctypes.c_size_t]),
+    "set_observed": (ctypes.c_bool, [_ctx, _seq, _f64_p, ctypes.c_size_t]),
     "n_cells": (_i32, [_ctx, _seq]),
     "frontier": (_i32, [_ctx, _seq]),
     "ring_size": (ctypes.c_size_t, [_ctx]),
@@ -275,6 +280,26 @@ def compact(ctx: Any, seq_id: int, params: Params | None = None) -> tuple[Status
     stats = Stats()
     status = _c["compact"](ctx, seq_id, None if params is None else ctypes.byref(params), ctypes.byref(stats))
     return Status(status), stats
+
+
+def observe(ctx: Any, seq_id: int) -> Status:
+    """Rule h2o: add up the attention of the tokens since the last call, at most n_ubatch."""
+    return Status(_c["observe"](ctx, seq_id))
+
+
+def observed(ctx: Any, seq_id: int) -> npt.NDArray[np.float64]:
+    """The sums of :func:`observe`, mean of the query heads: [KV heads of all layers, cells observed]."""
+    n_heads = sum(layer.n_head_kv for layer in layers(ctx))
+    out = np.empty((n_heads, max(_c["get_observed"](ctx, seq_id, None, 0), 0) // n_heads))
+    _filled(_c["get_observed"](ctx, seq_id, out.ctypes.data_as(_f64_p), out.size), out.size)
+    return out
+
+
+def set_observed(ctx: Any, seq_id: int, sums: npt.NDArray[np.float64]) -> None:
+    """Give the sums back to a sequence that was restored."""
+    data = np.ascontiguousarray(sums, dtype=np.float64)
+    if not _c["set_observed"](ctx, seq_id, data.ctypes.data_as(_f64_p), data.size):
+        raise RuntimeError(f"sums of shape {data.shape} do not fit the sequence")
 
 
 def n_cells(ctx: Any, seq_id: int) -> int:

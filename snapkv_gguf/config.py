@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 Pool = Literal["max", "avg"]
 
 # by their names in the library, in the order of enum llama_snapkv_rule
-Rule = Literal["snapkv", "shared", "first-recent", "random"]
+Rule = Literal["snapkv", "shared", "first-recent", "random", "h2o"]
 
 # of budget, recent and kernel, the same as in the library
 MAX_CELLS = 2**30
@@ -46,7 +46,8 @@ class SnapKV:
             or a share of the budget (float, 0 <= recent < 1). Never fewer than ``window``.
         rule: ``"snapkv"``, or one to compare it with: ``"shared"`` (the same scores, averaged over all layers and
             heads, which keep the same cells), ``"first-recent"`` (the first 4 and the most recent cells:
-            StreamingLLM, arXiv:2309.17453), ``"random"``.
+            StreamingLLM, arXiv:2309.17453), ``"random"``, ``"h2o"`` (attention of all tokens instead of the window's,
+            arXiv:2306.14048, which costs about another prefill's attention; ``kernel`` and ``pool`` have no effect).
 
     Raises:
         TypeError: A field has the wrong type.

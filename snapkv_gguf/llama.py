@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,9 @@ class Llama(llama_cpp.Llama):
             compacted.
         TypeError: ``snapkv`` has the wrong type.
     """
+
+    #: With rule h2o, spent in adding up the attention of evaluated tokens since the instance was made.
+    observe_seconds: float = 0.0
 
     #: Called in eval() after each batch with the tokens done and the tokens to do.
     on_eval: Callable[[int, int], None] | None = None
@@ -280,7 +284,8 @@ class Llama(llama_cpp.Llama):
         n_kept = min(n_shared, max(n - 1, 0))
         if n > snapkv.resolve(n).budget:
             n_kept = min(n_kept, max(self._prompt_end, n - snapkv.window))
-        if n_shared < self._prompt_end or (n_kept < self.n_tokens and self._swa_evicts()):
+        # what is cut off has left its attention in the sums of rule h2o
+        if n_shared < self._prompt_end or (n_kept < self.n_tokens and (self._swa_evicts() or self._observes())):
             self.reset()
         elif n_kept < self.n_tokens:
             self._requires_eval = True
@@ -341,9 +346,11 @@ class Llama(llama_cpp.Llama):
                     f"n_tokens={self.n_tokens}: tokens up to position {frontier} were compacted and cannot be removed "
                     "one by one; call reset() and evaluate the prompt again",
                 )
+        n_batch = min(self.n_batch, self.context_params.n_ubatch) if self._observes() else self.n_batch
         try:
-            for start in range(0, max(len(tokens), 1), self.n_batch):
-                batch = tokens[start : start + self.n_batch]
+            for start in range(0, max(len(tokens), 1), n_batch):
+                batch = tokens[start : start + n_batch]
+                self._observe(len(batch))
                 super().eval(batch)
                 if self.on_eval is not None:
                     self.on_eval(start + len(batch), len(tokens))
@@ -352,6 +359,20 @@ class Llama(llama_cpp.Llama):
             self._requires_eval = True
             raise
 
+    def _observes(self) -> bool:
+        return self.snapkv is not None and self.snapkv.rule == "h2o"
+
+    def _observe(self, n_next: int) -> None:
+        """Rule h2o: add up the attention of the last tokens, before the queries of ``n_next`` more replace theirs."""
+        if not self._observes():
+            return
+        started = time.perf_counter()
+        self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
+        n_new = self.kv_cells - _capi.observed(self.ctx, 0).shape[1]
+        if n_new > 0 and n_new + n_next > self.context_params.n_ubatch:
+            _capi.observe(self.ctx, 0)  # the pass tells if it was not possible
+        self.observe_seconds += time.perf_counter() - started
+
     def reset(self) -> None:
         """Forget all tokens."""
         self._forget()
@@ -359,8 +380,10 @@ class Llama(llama_cpp.Llama):
 
     def save_state(self) -> llama_cpp.LlamaState:
         """llama_cpp.Llama.save_state(); after a pass the state holds the compacted cache."""
+        self._observe(self.context_params.n_ubatch)
         state = super().save_state()
-        setattr(state, _STATE, (self._prompt_end, self._prompt_logits, self._prompt_config))
+        observed = _capi.observed(self.ctx, 0) if self._observes() else None
+        setattr(state, _STATE, (self._prompt_end, self._prompt_logits, self._prompt_config, observed))
         return state
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
@@ -371,7 +394,7 @@ class Llama(llama_cpp.Llama):
                 prefix for complete.
             RuntimeError: The state does not fit this context; the context is empty then.
         """
-        prompt_end, logits, config = getattr(state, _STATE, (0, None, None))
+        prompt_end, logits, config, observed = getattr(state, _STATE, (0, None, None, None))
         if prompt_end > 0 and self.snapkv is None:
             raise _CompactedState
         self._forget()
@@ -388,6 +411,8 @@ class Llama(llama_cpp.Llama):
         ids = np.zeros(self._n_ctx, dtype=np.intc)
         ids[: self.n_tokens] = self.input_ids[: self.n_tokens]
         self.input_ids = ids
+        if self._observes() and observed is not None:
+            _capi.set_observed(self.ctx, 0, observed)
         if self.snapkv is not None:
             frontier = _capi.frontier(self.ctx, 0)
             if frontier >= 0:
@@ -406,7 +431,7 @@ class Llama(llama_cpp.Llama):
         return {**super().__getstate__(), "snapkv": self.snapkv}
 
 
-# attribute of a LlamaState: _prompt_end, _prompt_logits and _prompt_config
+# attribute of a LlamaState: _prompt_end, _prompt_logits, _prompt_config, and with rule h2o the sums of attention
 _STATE = "snapkv"
 
 

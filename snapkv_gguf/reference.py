@@ -171,6 +171,15 @@ def shared_scores(scores: Sequence[npt.ArrayLike]) -> Floats:
     return total[None]
 
 
+def h2o_scores(sums: npt.ArrayLike, n_head_kv: int) -> Floats:
+    """Heavy hitters (H2O, Zhang et al., 2023, arXiv:2306.14048): [n_head_kv, n].
+
+    Args:
+        sums: [n_head, n], attention of all tokens to each cell, summed over the tokens.
+    """
+    return group_scores(sums, n_head_kv)
+
+
 def first_recent_scores(n: int, first: int = 4) -> Floats:
     """The first and the most recent cells (StreamingLLM, Xiao et al., 2023, arXiv:2309.17453): [1, n]."""
     scores = np.arange(n, dtype=np.float64)

@@ -53,7 +53,7 @@ static std::vector<uint32_t> select_by_rule(
         uint32_t n_budget, uint32_t n_kernel, llama_snapkv_pool pool) {
     const llama_snapkv_params params = { n_budget, n_window, n_recent, n_kernel, pool, LLAMA_SNAPKV_RULE_SNAPKV };
 
-    return snapkv_select(snapkv_score(*snapkv_get_rule(params.rule), { params, n, n_group, 0, 0, scores.data() }), n, n_recent, n_budget);
+    return snapkv_select(snapkv_score(*snapkv_get_rule(params.rule), { params, n, n_group, 0, 0, scores.data(), nullptr }), n, n_recent, n_budget);
 }
 
 int main() {

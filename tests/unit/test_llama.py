@@ -636,6 +636,37 @@ def test_a_cache_of_states(llm: Any, model_path: Path) -> None:
 # wrong input
 
 
+def test_h2o(model_path: Path) -> None:
+    """In any batches, and from a restored state, the same is kept."""
+    config = SnapKV(budget=64, window=8, recent=0.25, rule="h2o")
+    kept = []
+    for n_ubatch, n_batch in ((64, 100), (512, 512), (16, 16)):
+        llm = make(model_path, config, n_batch=n_batch, n_ubatch=n_ubatch)
+        answer = say(llm)
+        assert llm.snapkv_stats.cells_after == 64
+        assert llm.observe_seconds > 0 or n_ubatch == 512
+        kept.append([llm.kept_positions(layer, head)[:64] for layer in range(2) for head in range(2)])
+        tokens = tokens_of(llm)
+        # the next turn
+        say(llm, [*tokens, *answer, *tokens[1:40]])
+        assert llm.snapkv_stats.reason is None
+        # a prompt that is cut back has to be evaluated anew
+        assert say(llm) == answer
+        assert llm.snapkv_stats.reason is None
+        llm.reset()
+        llm.eval(tokens[:-8])
+        state = llm.save_state()
+        for _ in range(2):
+            llm.load_state(state)
+            llm.eval(tokens[-8:])
+            llm.compact()
+            again = [llm.kept_positions(layer, head) for layer in range(2) for head in range(2)]
+            assert np.array_equal(kept[-1], again)
+        llm.close()
+    assert np.array_equal(kept[0], kept[1])
+    assert np.array_equal(kept[0], kept[2])
+
+
 def test_embedding_is_refused(model_path: Path) -> None:
     with pytest.raises(ValueError, match="embedding=True and snapkv exclude each other"):
         make(model_path, embedding=True)
