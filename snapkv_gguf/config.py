@@ -13,6 +13,9 @@ Pool = Literal["max", "avg"]
 # by their names in the library, in the order of enum llama_snapkv_rule
 Rule = Literal["snapkv", "shared", "first-recent", "random", "h2o"]
 
+# types of K and V in llama.cpp
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+
 # of budget, recent and kernel, the same as in the library
 MAX_CELLS = 2**30
 

@@ -1,4 +1,4 @@
-"""Long real text with one fact hidden in it, for the demonstration and the quality measurement.
+"""Long real text, with or without one fact hidden in it, for the demonstration and the measurements.
 
 The text is the language reference that ships with Python (pydoc_data.topics), so it differs a little from one
 Python version to the next.
@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import pydoc_data.topics
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .prompt import Vocabulary
+if TYPE_CHECKING:  # it loads the libraries, which the text does not need
+    from .prompt import Vocabulary
 
 QUESTION = "Question: What is the secret access code?"
 
 # how a base model is made to answer
-_LEAD = "The secret access code is"
+LEAD = "Answer: The secret access code is"
 
 # of the text, in tokens, that the fact keeps from both ends
 _MARGIN = 0.1
+
+# of a paragraph
+_MIN_CHARACTERS = 80
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class Haystack:
         """The text and the question as tokens: in the chat template, or as a document for a base model to complete."""
         if vocabulary.has_chat_template:
             return vocabulary.chat(f"{self.text}\n\n{QUESTION}")
-        return vocabulary.plain(f"Document:\n{self.text}\n\n{QUESTION}\nAnswer: {_LEAD}")
+        return vocabulary.plain(f"Document:\n{self.text}\n\n{QUESTION}\n{LEAD}")
 
 
 def build(n_tokens: int, seed: int, count: Callable[[str], int]) -> Haystack:
@@ -57,11 +64,11 @@ def build(n_tokens: int, seed: int, count: Callable[[str], int]) -> Haystack:
         ValueError: No room for the sentence that is hidden.
     """
     rng = random.Random(seed)
-    paragraphs = _paragraphs()
+    paragraphs = real_paragraphs()
     rng.shuffle(paragraphs)
     code = f"{rng.randrange(100_000, 1_000_000)}"
     depth = rng.uniform(_MARGIN, 1 - _MARGIN)
-    needle = f"Remember: the secret access code is {code}."
+    needle = hidden_sentence(code)
 
     chosen: list[str] = []
     ends: list[int] = []  # tokens up to the end of each paragraph
@@ -88,16 +95,50 @@ def build(n_tokens: int, seed: int, count: Callable[[str], int]) -> Haystack:
     return Haystack(text=text, code=code, depth=depth, seed=seed)
 
 
+def hidden_sentence(code: str) -> str:
+    """What is hidden, and what :data:`QUESTION` asks for."""
+    return f"Remember: the secret access code is {code}."
+
+
 def running_text(seed: int) -> str:
     """All the text in its own order, beginning with a topic chosen by seed: to be cut where it is long enough."""
+    texts = topics()
+    first = random.Random(seed).randrange(len(texts))
+    return "\n\n".join(texts[first:] + texts[:first])
+
+
+def topics() -> list[str]:
+    """The texts that ship with Python, in the order of their names."""
     texts: dict[str, str] = pydoc_data.topics.topics
-    names = sorted(texts)
-    first = random.Random(seed).randrange(len(names))
-    return "\n\n".join(texts[name] for name in names[first:] + names[:first])
+    return [texts[name] for name in sorted(texts)]
 
 
-def _paragraphs() -> list[str]:
-    topics: dict[str, str] = pydoc_data.topics.topics
-    texts = (" ".join(part.split()) for name in sorted(topics) for part in topics[name].split("\n\n"))
+def read_document(path: Path) -> str:
+    """A text file of the user's.
+
+    Raises:
+        ValueError: It cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"document {path}: is not UTF-8 text ({error}); convert it first") from error
+    except OSError as error:
+        raise ValueError(f"document {path}: cannot be read ({error.strerror}); give a text file") from error
+
+
+def real_paragraphs(document: Path | None = None) -> list[str]:
+    """Paragraphs of the document, or of the text that ships with Python, each of one line and given once.
+
+    Raises:
+        ValueError: The document cannot be read or has no paragraph.
+    """
+    texts = topics() if document is None else [read_document(document)]
+    parts = (" ".join(part.split()) for text in texts for part in re.split(r"\n\s*\n", text))
     # headings and one-line examples make no text to read
-    return [text for text in dict.fromkeys(texts) if len(text) >= 80]
+    found = [part for part in dict.fromkeys(parts) if len(part) >= _MIN_CHARACTERS]
+    if not found:
+        raise ValueError(
+            f"document {document}: no paragraph of at least {_MIN_CHARACTERS} characters; give a longer one"
+        )
+    return found

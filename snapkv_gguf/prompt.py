@@ -16,6 +16,9 @@ import llama_cpp  # noqa: E402
 from llama_cpp import _internals  # noqa: E402
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter  # noqa: E402
 
+# stands for an answer, to find what a chat template puts after it
+_ANSWER = "(the answer)"
+
 
 def context_size(n_tokens: int) -> int:
     """The cells of a context for ``n_tokens`` tokens: llama.cpp's are multiples of 256."""
@@ -62,15 +65,33 @@ class Vocabulary:
         tokens: list[int] = self._model.tokenize(text.encode(), self._model.add_bos_token(), False)
         return tokens
 
-    def chat(self, content: str) -> list[int]:
-        """One user message in the model's chat template, up to where the answer begins."""
+    def chat(self, content: str, lead: str = "") -> list[int]:
+        """One user message in the model's chat template, up to where the answer begins, and how it begins."""
+        return self._tokens(self._render([{"role": "user", "content": content}]) + lead)
+
+    def next_turn(self, content: str, lead: str = "") -> list[int]:
+        """What follows an answer when the user goes on: the end of the answer's message, the next one, as in chat()."""
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": _ANSWER},
+            {"role": "user", "content": content},
+        ]
+        return self._tokens(self._render(messages).partition(_ANSWER)[2] + lead)
+
+    def piece(self, token: int) -> str:
+        """The text of a token, special ones as they are written."""
+        return bytes(self._model.detokenize([token], True)).decode(errors="replace")
+
+    def _render(self, messages: Any) -> str:
         formatter = Jinja2ChatFormatter(
             template=self.metadata["tokenizer.chat_template"],
             eos_token=self._special(self._model.token_eos()),
             bos_token=self._special(self._model.token_bos()),
         )
-        message: Any = {"role": "user", "content": content}
-        tokens: list[int] = self._model.tokenize(formatter(messages=[message]).prompt.encode(), False, True)
+        return str(formatter(messages=messages).prompt)
+
+    def _tokens(self, text: str) -> list[int]:
+        tokens: list[int] = self._model.tokenize(text.encode(), False, True)
         return tokens
 
     def _special(self, token: int) -> str:

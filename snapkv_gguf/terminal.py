@@ -14,7 +14,7 @@ from typing import Any, ParamSpec
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from . import _lib
@@ -145,10 +145,16 @@ def show(table: Table, markdown: bool = False) -> None:
 
 
 class Bar:
-    """A progress bar on standard error, where that is a terminal; gone when it is done."""
+    """A progress bar on standard error, where that is a terminal; gone when it is done.
 
-    def __init__(self, label: str, total: int) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    Args:
+        total: Steps.
+        seconds: Whether the steps are the seconds that are expected: then the time left is shown, not their number.
+    """
+
+    def __init__(self, label: str, total: float, *, seconds: bool = False) -> None:
+        count = TimeRemainingColumn(compact=True) if seconds else MofNCompleteColumn()
+        columns = (TextColumn("{task.description}"), BarColumn(), count, TimeElapsedColumn())
         self._progress = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
         self._task = self._progress.add_task(label, total=total)
 
@@ -165,6 +171,10 @@ class Bar:
         if done == total:
             self._progress.stop()
 
-    def advance(self) -> None:
-        """One step more."""
-        self._progress.advance(self._task)
+    def set_total(self, total: float) -> None:
+        """The number of steps, once it is known."""
+        self._progress.update(self._task, total=total)
+
+    def advance(self, steps: float = 1, label: str | None = None) -> None:
+        """So many steps more."""
+        self._progress.update(self._task, advance=steps, description=label)

@@ -11,8 +11,9 @@ import pytest
 from engine import CACHE_TYPES, Engine, params
 from identity import digest_with
 
-from snapkv_gguf import Llama, SnapKV, _lib, haystack, quality
+from snapkv_gguf import Llama, SnapKV, _lib, haystack
 from snapkv_gguf._capi import Status
+from snapkv_gguf.eval import report, runs
 from snapkv_gguf.prompt import Vocabulary
 
 import llama_cpp as L  # isort: skip
@@ -104,16 +105,26 @@ def test_every_setting(smollm2: Path) -> None:
     assert n_rounding <= n_pairs // 1000
 
 
-def test_answers_survive(smollm2: Path) -> None:
-    """A few seeds of `snapkv quality`: a hidden code, 4K tokens of text, an eighth of the cells."""
-    answers = quality.measure(
-        smollm2, seeds=[1, 2], settings=["full", "stream", "w16-max21"], budgets=[512], n_tokens=4000, n_threads=2
+def test_answers_survive(smollm2: Path, tmp_path: Path) -> None:
+    """A few samples of `snapkv eval`: a hidden code in 4K tokens of text, an eighth of the cells."""
+    config = runs.Config(
+        model=str(smollm2),
+        tasks=("needle",),
+        methods=("full", "snapkv", "w16-max21-r0", "first-recent"),
+        budgets=(512,),
+        lengths=(4096,),
+        depths=(0.3, 0.6),
+        samples=1,
+        threads=2,
+        cost=False,
     )
-    right = quality.summarize(answers)
+    with runs.Run(config, tmp_path, "test") as run:
+        run.measure()
+    records = report.load(run.folder).records
+    right = {name: [r.scores["score"] for r in records if r.method == name] for name in config.methods}
     print(right)
-    assert right["full"][0] == (2, 2)
-    assert right["w16-max21"][512] == (2, 2)
-    assert right["stream"][512][0] < 2
+    assert right["full"] == right["snapkv"] == right["w16-max21-r0"] == [1, 1]
+    assert right["first-recent"] == [0, 0]
 
 
 def test_gemma_keeps_its_sliding_window_layers(gemma3: Path) -> None:

@@ -31,7 +31,7 @@ def unboxed(text: str) -> str:
 
 def test_version_and_help() -> None:
     assert snapkv("--version").output.strip() == __version__
-    for command in ("run", "demo", "info", "bench", "quality"):
+    for command in ("run", "demo", "info", "bench", "eval"):
         assert snapkv(command, "--help").exit_code == 0
 
 
@@ -334,34 +334,3 @@ def test_bench(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert snapkv("bench", "-m", model_path, *tiny_depth).exit_code == 0
     too_short = snapkv("bench", "-m", model_path, "--depths", "64", *SETTINGS)
     assert "depth 64 is within the budget of 64 cells" in too_short.stderr
-
-
-def test_quality(model_path: Path, tmp_path: Path) -> None:
-    result = snapkv(
-        *("quality", "-m", model_path, "--seeds", "2,5", "--settings", "full,stream,w8-avg5,w4-max3-r0.5"),
-        *("--budgets", "32,64", "--tokens", "400", "--texts", "2", "-t", "1", "--json", tmp_path / "q.json"),
-    )
-    assert result.exit_code == 0, result.output
-    document = json.loads((tmp_path / "q.json").read_text())
-    answers = document["answers"]
-    assert {found["seed"] for found in answers} == {2, 5}
-    assert len(answers) == 2 * (1 + 3 * 2)
-    for found in answers:
-        assert found["cells"] == (found["budget"] or found["prompt_tokens"])
-    assert "w4-max3-r0.5" in result.stdout
-    texts = document["texts"]
-    assert len(texts) == 2 * 3 * 2
-    for found in texts:
-        assert found["kl"] > 0
-        assert 0 <= found["same_top"] <= 1
-    markdown = snapkv(
-        *("quality", "-m", model_path, "--seeds", "1", "--settings", "full", "--budgets", "64"),
-        *("--tokens", "400", "--texts", "0", "-t", "1", "--markdown"),
-    ).stdout.splitlines()
-    assert markdown[0] == "| setting | right of 1, 64 cells |"
-    assert markdown[1] == "| --- | ---: |"
-    assert markdown[2].startswith("| full | ")
-    for name in ("best", "w16-max21-r0.5.5", "w16-max21-r."):
-        wrong = snapkv("quality", "-m", model_path, "--settings", f"full,{name}")
-        assert wrong.exit_code == 1
-        assert f"setting {name!r}: must be 'full', 'stream', 'random' or like 'w16-max21'" in wrong.stderr

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from snapkv_gguf import SnapKV
-
 pytestmark = pytest.mark.usefixtures("library")
 
 
@@ -53,19 +51,6 @@ def test_prompt_of_a_model_without_a_template(model_path: Path) -> None:
     prompt = bytes(token - 3 if token != 259 else 32 for token in tokens[1:]).decode()
     assert prompt.startswith(f"Document:\n{text.text}\n\n")
     assert prompt.endswith("Answer: The secret access code is")
-
-
-def test_settings_by_name() -> None:
-    from snapkv_gguf.quality import parse_setting
-
-    assert parse_setting("w16-max21-r0.5", 512) == SnapKV(512, 16, 21, "max", 0.5)
-    assert parse_setting("w32-avg5", 1024) == SnapKV.paper()
-    assert parse_setting("w8-max1-r64", 128) == SnapKV(128, 8, 1, "max", 64)
-    for name in ("w16", "w16-min3", "max21", "w16-max21-r", ""):
-        with pytest.raises(ValueError, match="setting"):
-            parse_setting(name, 512)
-    with pytest.raises(ValueError, match="budget=8: must be more than window=16"):
-        parse_setting("w16-max21", 8)
 
 
 def test_capture_cost_is_not_that_of_an_interruption() -> None:

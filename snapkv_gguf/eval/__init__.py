@@ -1,0 +1,1 @@
+"""What SnapKV costs in quality on a user's own model: tasks, methods, runs and their report."""
