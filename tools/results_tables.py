@@ -26,6 +26,7 @@ RESULTS = ROOT / "docs" / "results"
 
 KINDS: dict[str, Callable[[Run], list[Table | None]]] = {
     "by-method": lambda run: [tables.by_method(run)],
+    "by-budget": lambda run: [tables.by_budget(run)],
     "scores": lambda run: [tables.overview([run])],
     "needle": lambda run: list(tables.heat_maps([run], "needle")),
     "text": lambda run: [tables.running_text([run])],

@@ -222,7 +222,7 @@ def _finish(run: Run) -> None:
     found = pages.load(run.folder)
     target = run.folder / "report.html"
     pages.write_report([found], target)
-    overview = tables.overview([found])
+    overview = tables.by_budget(found)
     table = Table(title=overview.title)
     for i, name in enumerate(overview.header):
         table.add_column(name, justify="left" if i < overview.n_labels else "right")

@@ -319,32 +319,67 @@ def overview(runs: Sequence[Run]) -> Table:
     return _build(runs, found, "Score by task", [("task", lambda group: group.task)], _SCORES, note)
 
 
+def _task_means(run: Run, names: Sequence[str]) -> dict[tuple[str, int | float], dict[str, float]]:
+    """Mean score of each task, by method and budget, in the order of the columns of a table."""
+    found: dict[tuple[str, int | float], dict[str, float]] = {}
+    for task in names:
+        for group in groups(run, [task]):
+            mean = _estimate(group)
+            if mean is not None:
+                found.setdefault((group.method, group.budget), {})[task] = mean
+    order = methods(run)
+    return dict(sorted(found.items(), key=lambda item: (order.index(item[0][0]), budget_key(item[0][1]))))
+
+
+def _mean_of_tasks(means: Mapping[str, float], names: Sequence[str]) -> str:
+    """Each task with the same weight; nothing where one is missing."""
+    return f"{sum(means.values()) / len(names):.2f}" if len(means) == len(names) else ""
+
+
 def by_method(run: Run) -> Table:
     """Mean score of each task, a column for each method and budget; at the end all tasks, each with the same weight."""
     names = tasks([run])
-    found: dict[tuple[str, int | float], dict[str, Group]] = {}
-    for task in names:
-        for group in groups(run, [task]):
-            if group.interval():
-                found.setdefault((group.method, group.budget), {})[task] = group
+    found = _task_means(run, names)
     several = len({budget for _, budget in found}) > 2
-    columns = sorted(found, key=lambda key: (methods(run).index(key[0]), budget_key(key[1])))
     rows = []
     for task in names:
-        sizes = groups(run, [task])
-        means = [_estimate(found[column].get(task)) for column in columns]
-        rows.append((task, str(sizes[0].n), *("" if mean is None else f"{mean:.2f}" for mean in means)))
-    totals = []
-    for column in columns:
-        means = [_estimate(found[column].get(task)) for task in names]
-        known = [mean for mean in means if mean is not None]
-        totals.append(f"{sum(known) / len(known):.2f}" if len(known) == len(names) else "")
-    rows.append(("mean of tasks", "", *totals))
-    pooled = {(group.method, group.budget): group for group in groups(run, names)}
+        n = max(group.n for group in groups(run, [task]))
+        rows.append((task, str(n), *(f"{means[task]:.2f}" if task in means else "" for means in found.values())))
+    rows.append(("mean of tasks", "", *(_mean_of_tasks(means, names) for means in found.values())))
+    pooled = {(group.method, group.budget): group for group in groups(run, names)} if names else {}
     for i, name in enumerate(_SIZE[1:], start=1):
-        rows.append((name, "", *(_size(pooled[column])[i] for column in columns)))
-    header = [f"{method}, {budget_text(budget)}" if several and budget else method for method, budget in columns]
+        rows.append((name, "", *(_size(pooled[column])[i] for column in found)))
+    header = [f"{method}, {budget_text(budget)}" if several and budget else method for method, budget in found]
     return Table("Score by task and method", ("task", "n", *header), tuple(rows))
+
+
+def by_budget(run: Run) -> Table:
+    """Mean score of all tasks, each with the same weight, and divergence in running text: a column for each budget."""
+    names = tasks([run])
+    means = {key: _mean_of_tasks(found, names) for key, found in _task_means(run, names).items()}
+    kl = {
+        (group.method, group.budget): _number_text(group.interval("kl"))
+        for task in tasks([run], "kl")
+        for group in groups(run, [task])
+    }
+    every = groups(run, list(dict.fromkeys(record.task for record in run.records)))
+    budgets = sorted({group.budget for group in every if group.method != FULL}, key=budget_key)
+    columns = [(text, budget) for text in (means, kl) if text for budget in budgets]
+    rows = []
+    for method in methods(run):
+        # the full cache has no budget, it is the same in every column
+        cells = [text.get((method, 0 if method == FULL else budget), "") for text, budget in columns]
+        rows.append((method, *cells))
+    sized = {group.budget: group for group in every if group.method != FULL}
+    for i, name in enumerate(_SIZE[1:], start=1):
+        rows.append((name, *(_size(sized[budget])[i] for _, budget in columns)))
+    title = f"Mean score of {_count(len(names), 'task')}" + (", KL of running text" if kl else "")
+    header = [f"{'KL' if text is kl else 'score'}, {budget_text(budget)}" for text, budget in columns]
+    return Table(title, ("method", *header), tuple(rows))
+
+
+def _number_text(interval: Interval | None) -> str:
+    return "" if interval is None else f"{interval.estimate:.3f}"
 
 
 def scores(runs: Sequence[Run], task: str) -> Table:

@@ -40,7 +40,7 @@ def test_a_stale_table_is_seen(results_tables: ModuleType) -> None:
 
 @pytest.mark.parametrize(
     ("block", "message"),
-    [("plot x", "kind plot: must be one of by-method"), ("scores nowhere", "no such folder")],
+    [("plot x", "kind plot: must be one of by-method, by-budget"), ("scores nowhere", "no such folder")],
 )
 def test_wrong_blocks(results_tables: ModuleType, block: str, message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):

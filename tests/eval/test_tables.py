@@ -95,6 +95,33 @@ def test_tasks_by_method(run) -> None:
     assert tables.by_method(run(records[:8])).header == ("task", "n", "full", "snapkv")
 
 
+def test_methods_by_budget(run) -> None:
+    records = [
+        *scored("full", [1, 1, 0, 1]),
+        *scored("snapkv", [1, 0, 0, 1], cells=250, budget=250),
+        *scored("snapkv", [1, 1, 0, 1], cells=500, budget=500),
+        *scored("random", [0, 0, 0, 1], cells=250, budget=250),
+        *scored("full", [0.5, 0.5], task="qa"),
+        *scored("snapkv", [0.25, 0.5], task="qa", cells=250, budget=250),
+        *scored("random", [0, 0], task="qa", cells=250, budget=250),
+        *(
+            record("text-0", method, task="text", scores={"kl": kl}, cells=250, budget=0 if method == "full" else 250)
+            for method, kl in (("full", 0.0), ("snapkv", 0.125))
+        ),
+    ]
+    table = tables.by_budget(run(records))
+    assert table.title == "Mean score of 2 tasks, KL of running text"
+    assert table.header == ("method", "score, 250", "score, 500", "KL, 250", "KL, 500")
+    assert table.rows == (
+        ("full", "0.62", "0.62", "0.000", "0.000"),
+        ("snapkv", "0.44", "", "0.125", ""),
+        ("random", "0.12", "", "", ""),
+        ("prompt tokens", "2000", "2000", "2000", "2000"),
+        ("cells", "250", "500", "250", "500"),
+        ("compression", "8.00", "4.00", "8.00", "4.00"),
+    )
+
+
 def test_means_are_those_of_the_samples(run) -> None:
     sizes = [(1000, 400), (3000, 600), (3000, 600), (1000, 400)]
     records = scored("full", [1, 1, 1, 0])
