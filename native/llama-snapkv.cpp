@@ -641,20 +641,29 @@ bool llama_snapkv_set_observed(struct llama_context * ctx, llama_seq_id seq_id, 
         return false;
     }
 
-    const auto   order  = snapkv->get_order(seq_id);
     const size_t n_head = snapkv->get_i_head(snapkv->layers.size());
     const size_t n_cell = n/n_head;
 
-    if (n % n_head != 0 || n_cell > order.size()) {
+    if (n % n_head != 0 || snapkv_get_rule(snapkv->params.rule)->needs != SNAPKV_RULE_NEEDS_ALL) {
         return false;
     }
 
     auto & seq = snapkv->seqs[seq_id];
 
-    seq.forget_observed();
-    for (size_t i = 0; i < n_head && n_cell > 0; ++i) {
-        seq.observed.emplace_back(in + i*n_cell, in + (i + 1)*n_cell);
-        seq.pos_observed = order[n_cell - 1].first + 1;
+    try {
+        const auto order = snapkv->get_order(seq_id);
+        if (n_cell > order.size()) {
+            return false;
+        }
+
+        seq.forget_observed();
+        for (size_t i = 0; i < n_head && n_cell > 0; ++i) {
+            seq.observed.emplace_back(in + i*n_cell, in + (i + 1)*n_cell);
+            seq.pos_observed = order[n_cell - 1].first + 1;
+        }
+    } catch (const std::bad_alloc &) {
+        seq.forget_observed();
+        return false;
     }
 
     return true;

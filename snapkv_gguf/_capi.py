@@ -287,10 +287,15 @@ def observe(ctx: Any, seq_id: int) -> Status:
     return Status(_c["observe"](ctx, seq_id))
 
 
+def n_observed(ctx: Any, seq_id: int, n_heads: int) -> int:
+    """Cells that :func:`observe` has sums of; ``n_heads``: KV heads of all layers."""
+    return max(int(_c["get_observed"](ctx, seq_id, None, 0)), 0) // n_heads
+
+
 def observed(ctx: Any, seq_id: int) -> npt.NDArray[np.float64]:
     """The sums of :func:`observe`, mean of the query heads: [KV heads of all layers, cells observed]."""
     n_heads = sum(layer.n_head_kv for layer in layers(ctx))
-    out = np.empty((n_heads, max(_c["get_observed"](ctx, seq_id, None, 0), 0) // n_heads))
+    out = np.empty((n_heads, n_observed(ctx, seq_id, n_heads)))
     _filled(_c["get_observed"](ctx, seq_id, out.ctypes.data_as(_f64_p), out.size), out.size)
     return out
 

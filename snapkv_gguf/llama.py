@@ -91,6 +91,7 @@ class Llama(llama_cpp.Llama):
 
     n_tokens: int
     _requires_eval: bool
+    _n_heads = 0  # KV heads of all compacted layers, once they were counted
 
     # of an instance whose arguments were refused: it is closed all the same
     _stack = contextlib.ExitStack()
@@ -270,6 +271,8 @@ class Llama(llama_cpp.Llama):
     def _prepare_prefix(self, snapkv: SnapKV, tokens: Sequence[int]) -> None:
         """Cut what is cached to the part that the prompt may go on from; llama_cpp's generate() finds it there."""
         n = len(tokens)
+        if self._observes() and self._n_unobserved() > self.context_params.n_ubatch:
+            self.reset()  # what was removed or restored has taken the sums of rule h2o with it
         if self._prompt_config not in (None, snapkv):
             self.reset()  # a state that was compacted with other settings, or compact() with others
         n_shared = self.longest_token_prefix(self.input_ids[: self.n_tokens].tolist(), tokens)
@@ -293,7 +296,7 @@ class Llama(llama_cpp.Llama):
 
     def _restore_prompt(self) -> bool:
         """Back to the moment after the pass: the last logits of the prompt, and no tokens after it."""
-        if self._prompt_logits is None or self._swa_evicts():
+        if self._prompt_logits is None or self._swa_evicts() or self._observes():
             return False
         # interrupted here, or between the next lines, the prompt's last token counts as not evaluated
         self._requires_eval = True
@@ -366,12 +369,18 @@ class Llama(llama_cpp.Llama):
         """Rule h2o: add up the attention of the last tokens, before the queries of ``n_next`` more replace theirs."""
         if not self._observes():
             return
-        started = time.perf_counter()
         self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
-        n_new = self.kv_cells - _capi.observed(self.ctx, 0).shape[1]
-        if n_new > 0 and n_new + n_next > self.context_params.n_ubatch:
-            _capi.observe(self.ctx, 0)  # the pass tells if it was not possible
-        self.observe_seconds += time.perf_counter() - started
+        n_new = self._n_unobserved()
+        # more than a ubatch: their queries are gone, and the pass will tell
+        if 0 < n_new <= self.context_params.n_ubatch < n_new + n_next:
+            started = time.perf_counter()
+            _capi.observe(self.ctx, 0)
+            self.observe_seconds += time.perf_counter() - started
+
+    def _n_unobserved(self) -> int:
+        if not self._n_heads:
+            self._n_heads = sum(layer.n_head_kv for layer in _capi.layers(self.ctx))
+        return self.kv_cells - _capi.n_observed(self.ctx, 0, self._n_heads)
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -394,7 +403,8 @@ class Llama(llama_cpp.Llama):
                 prefix for complete.
             RuntimeError: The state does not fit this context; the context is empty then.
         """
-        prompt_end, logits, config, observed = getattr(state, _STATE, (0, None, None, None))
+        # one of an earlier version has no sums
+        prompt_end, logits, config, observed = (*getattr(state, _STATE, (0, None, None)), None)[:4]
         if prompt_end > 0 and self.snapkv is None:
             raise _CompactedState
         self._forget()
@@ -402,6 +412,8 @@ class Llama(llama_cpp.Llama):
             super().load_state(state)
             if self.snapkv is None and self._prefix_is_gone():
                 raise _CompactedState
+            if self._observes() and observed is not None:
+                _capi.set_observed(self.ctx, 0, observed)
         except BaseException:
             self.input_ids = np.zeros(self._n_ctx, dtype=np.intc)
             self.reset()
@@ -411,8 +423,6 @@ class Llama(llama_cpp.Llama):
         ids = np.zeros(self._n_ctx, dtype=np.intc)
         ids[: self.n_tokens] = self.input_ids[: self.n_tokens]
         self.input_ids = ids
-        if self._observes() and observed is not None:
-            _capi.set_observed(self.ctx, 0, observed)
         if self.snapkv is not None:
             frontier = _capi.frontier(self.ctx, 0)
             if frontier >= 0:
@@ -445,4 +455,6 @@ class _CompactedState(ValueError, KeyError):
 def _reason(status: Status, n_cells: int, settings: ResolvedSnapKV) -> str:
     if status is Status.WITHIN_BUDGET:
         return f"{n_cells} cells are within the budget of {settings.budget}"
+    if status is Status.NOT_OBSERVED:
+        return f"not all tokens' attention was added up: rule h2o is needed from the prompt's start ({status.name})"
     return f"{_capi.status_str(status)} ({status.name})"

@@ -76,7 +76,10 @@ class Vocabulary:
             {"role": "assistant", "content": _ANSWER},
             {"role": "user", "content": content},
         ]
-        return self._tokens(self._render(messages).partition(_ANSWER)[2] + lead)
+        _, found, rest = self._render(messages).rpartition(_ANSWER)
+        if not found:
+            raise ValueError("the model's chat template does not repeat an answer as it is: no second turn can be made")
+        return self._tokens(rest + lead)
 
     def piece(self, token: int) -> str:
         """The text of a token, special ones as they are written."""
@@ -88,7 +91,8 @@ class Vocabulary:
             eos_token=self._special(self._model.token_eos()),
             bos_token=self._special(self._model.token_bos()),
         )
-        return str(formatter(messages=messages).prompt)
+        # an answer, not thoughts that it would be cut off in
+        return str(formatter(messages=messages, enable_thinking=False).prompt)
 
     def _tokens(self, text: str) -> list[int]:
         tokens: list[int] = self._model.tokenize(text.encode(), False, True)

@@ -154,7 +154,7 @@ def report(
     from . import report as pages
     from . import tables
 
-    found = [pages.load(folder) for folder in folders]
+    found = pages.distinct([pages.load(folder) for folder in folders])
     if markdown:
         typer.echo("\n".join(f"### {table.title}\n\n{table.markdown()}" for table in tables.all_tables(found)))
         return

@@ -24,7 +24,7 @@ from ..llama import Llama, SnapKVStats
 from ..prompt import Vocabulary, context_size
 from . import methods as names
 from .metrics import METRICS
-from .schema import Question, Record, Sample
+from .schema import N_NEXT, Question, Record, Sample
 
 import llama_cpp  # isort: skip
 
@@ -33,8 +33,6 @@ Method = tuple[str, int | float]
 _FULL: Method = (names.FULL, 0)
 
 _CALIBRATION_TEXT = "The quick brown fox jumps over the lazy dog. "
-
-N_NEXT = 256  # tokens of running text that are compared
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,15 @@ class _Start:
         method: Its name and budget.
         stats: Of the pass, None if there was none.
         cells: In use.
-        prefill_seconds: Of the prompt, with what the method adds to it.
+        prefill_seconds: Of the prompt.
+        observe_ms: Spent in adding up the attention of the prompt's tokens, which rule h2o needs.
     """
 
     method: Method
     stats: SnapKVStats | None
     cells: int
     prefill_seconds: float
+    observe_ms: float
 
 
 class Engine:
@@ -231,9 +231,9 @@ class Engine:
         started = time.perf_counter()
         llm.eval(body)
         self._logits()
-        observing = llm.observe_seconds - observed_before
-        prefill = time.perf_counter() - started - observing
+        prefill = time.perf_counter() - started - (llm.observe_seconds - observed_before)
         saved = self._save(body)
+        observing = llm.observe_seconds - observed_before
         for method, config in self.methods.items():
             if method not in wanted:
                 continue
@@ -246,8 +246,8 @@ class Engine:
             # a budget that the prompt does not exceed changes nothing
             if config is not None:
                 stats = llm.compact(config)
-                seconds += observing if config.rule == "h2o" else 0
-            yield _Start(method, stats, llm.kv_cells, seconds)
+            observe_ms = 1000 * observing if config is not None and config.rule == "h2o" else 0.0
+            yield _Start(method, stats, llm.kv_cells, seconds, observe_ms)
 
     def _save(self, tokens: Sequence[int]) -> _Saved:
         """The sequence; as Llama.save_state(), which also copies logits of a whole batch."""
@@ -303,8 +303,10 @@ class Engine:
             answers=tuple(answers),
             references=sample.questions[0].references if sample.questions else (),
             prefill_seconds=start.prefill_seconds,
-            pass_ms=ms.total if ms else 0.0,
-            parts_ms={"score_ms": ms.score, "select_ms": ms.select, "move_ms": ms.move} if ms else {},
+            pass_ms=ms.total + start.observe_ms if ms else 0.0,
+            parts_ms={"score_ms": ms.score + start.observe_ms, "select_ms": ms.select, "move_ms": ms.move}
+            if ms
+            else {},
             decode_tokens=n_decoded,
             decode_seconds=decode_seconds,
         )

@@ -16,6 +16,11 @@ Values = NDArray[np.float64]
 # numbers in memory at a time: resamples in a batch times values
 _BATCH = 1_000_000
 
+# values below which resamples, which do not leave their range, say too little
+_FEW = 10
+
+_ANY = (-math.inf, math.inf)
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -40,7 +45,9 @@ def binomial(right: int, n: int, *, level: float = 0.95) -> Interval:
     return Interval(right / n, float(ends.low), float(ends.high), n)
 
 
-def mean(values: Sequence[float], *, level: float = 0.95, resamples: int = 4000, seed: int = 0) -> Interval:
+def mean(
+    values: Sequence[float], *, scores: bool = True, level: float = 0.95, resamples: int = 4000, seed: int = 0
+) -> Interval:
     """Of a mean: Wilson's interval of zeros and ones, else the bootstrap.
 
     Equal values from 0 to 1 are taken for scores. Their interval says how many others could have been missed: the
@@ -48,6 +55,7 @@ def mean(values: Sequence[float], *, level: float = 0.95, resamples: int = 4000,
 
     Args:
         values: One per sample, independent.
+        scores: Whether values that all lie from 0 to 1 are scores, which cannot lie elsewhere.
         level: Share of intervals that hold the true mean.
         resamples: Of the bootstrap.
         seed: The same seed gives the same interval.
@@ -60,7 +68,9 @@ def mean(values: Sequence[float], *, level: float = 0.95, resamples: int = 4000,
         return binomial(int(array.sum()), len(array), level=level)
     if np.ptp(array) == 0:
         return _constant(array, level, (0, 1) if 0 <= array[0] <= 1 else None)
-    return _bootstrap(array, level, resamples, seed)
+    return _bootstrap(
+        array, level, resamples, seed, (0, 1) if scores and array.min() >= 0 and array.max() <= 1 else _ANY
+    )
 
 
 def paired_difference(
@@ -91,7 +101,7 @@ def paired_difference(
         return _constant(differences, level, (-1, 1) if scores else None)
     if _binary(first) and _binary(second):
         return _tango(int((differences > 0).sum()), int((differences < 0).sum()), len(differences), level)
-    return _bootstrap(differences, level, resamples, seed)
+    return _bootstrap(differences, level, resamples, seed, (-1, 1) if scores else _ANY)
 
 
 def _check(n: int, level: float) -> None:
@@ -148,10 +158,14 @@ def _tango(more: int, less: int, n: int, level: float) -> Interval:
     return Interval(estimate, low, high, n)
 
 
-def _bootstrap(values: Values, level: float, resamples: int, seed: int) -> Interval:
+def _bootstrap(values: Values, level: float, resamples: int, seed: int, within: tuple[float, float] = _ANY) -> Interval:
     """The expanded percentile interval: at a level raised by Student's t, without which few values get too short a one
-    (Hesterberg, The American Statistician 69, 2015, p. 371)."""
+    (Hesterberg, The American Statistician 69, 2015, p. 371). Of very few, Student's t itself."""
     n = len(values)
+    if n < _FEW:
+        half = float(stats.t.isf((1 - level) / 2, n - 1) * values.std(ddof=1) / math.sqrt(n))
+        mean = float(values.mean())
+        return Interval(mean, max(within[0], mean - half), min(within[1], mean + half), n)
     tail = float(stats.norm.sf(math.sqrt(n / (n - 1)) * stats.t.isf((1 - level) / 2, n - 1)))
     # of values that hardly differ it warns about the standard error, which is not used
     with warnings.catch_warnings(), np.errstate(all="ignore"):

@@ -172,10 +172,10 @@ def write_report(runs: Sequence[Run], path: Path) -> None:
         raise ValueError("no runs to report on: give at least one folder that snapkv eval wrote")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_html(_distinct(runs)), encoding="utf-8")
+    path.write_text(_html(distinct(runs)), encoding="utf-8")
 
 
-def _distinct(runs: Sequence[Run]) -> list[Run]:
+def distinct(runs: Sequence[Run]) -> list[Run]:
     """Runs with names that differ."""
     seen: dict[str, int] = {}
     found = []

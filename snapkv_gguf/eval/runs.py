@@ -9,7 +9,7 @@ import importlib.resources
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -82,6 +82,14 @@ class Config:
     flash_attn: bool = True
 
     def __post_init__(self) -> None:
+        for name, kind in (
+            *((name, bool) for name in ("cost", "flash_attn")),
+            *((name, str) for name in ("model", "longbench", "document", "type_k", "type_v")),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: must be {'true or false' if kind is bool else 'text'}"
+                )
         for name, least in (("samples", 1), ("seed", 0), ("limit", 0), ("threads", 1), ("gpu_layers", -1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -90,6 +98,8 @@ class Config:
             values = getattr(self, name)
             if isinstance(values, str) or not isinstance(values, (list, tuple)) or not values:
                 raise ValueError(f"{name}={values!r}: must be a list with at least one entry")
+            if not all(isinstance(value, (str, int, float)) for value in values):
+                raise ValueError(f"{name}={values!r}: must be a list of names or numbers")
             object.__setattr__(self, name, tuple(dict.fromkeys(values)))
         for task in self.tasks:
             if task not in TASKS:
@@ -104,12 +114,13 @@ class Config:
             ggml_type(name)
         methods.expand(self.methods, self.budgets)
 
-    def name(self, model: Path) -> str:
+    def name(self, model: Path, samples: Sequence[Sample] = ()) -> str:
         """Of the results folder: the model, the lengths, and a digest of everything that decides about the results."""
+        # files by what is in them, wherever they lie
         what = {
-            **{key: value for key, value in asdict(self).items() if key != "model"},
-            "model": model.name,
-            "size": model.stat().st_size,
+            **{key: value for key, value in asdict(self).items() if key not in ("model", "longbench", "document")},
+            "model": _digest_of_file(model),
+            "samples": hashlib.sha256(repr([asdict(sample) for sample in samples]).encode()).hexdigest(),
             "version": __version__,
             "llama_cpp": system.llama_cpp_commit(),
         }
@@ -162,10 +173,23 @@ class Run:
             self.samples = list(_samples(config, vocabulary.count))
             self.n_tokens = {sample.id: len(prompt_tokens(vocabulary, sample)) for sample in self.samples}
             self._facts = _model_facts(self.model, vocabulary.metadata)
-        self.folder = results / config.name(self.model)
+        self._check_methods()
+        self.folder = results / config.name(self.model, self.samples)
         self._command = command
         self._lock = FileLock(self.folder / ".lock", blocking=False)
         self.done = self._read_done()
+
+    def _check_methods(self) -> None:
+        """Before a long prefill, not after it."""
+        sample = min(self.samples, key=lambda sample: self.n_tokens[sample.id])
+        n = self.n_tokens[sample.id]
+        for (name, budget), config in self.methods.items():
+            if config is None:
+                continue
+            if isinstance(config.budget, float) and round(config.budget * n) <= config.window:
+                raise ValueError(f"budget {budget} of {n} tokens is within the window of {name}: raise it")
+            if config.resolve(n).budget < n and max(config.kernel, config.window) > n - config.window:
+                raise ValueError(f"method {name}: window or kernel is too wide for {sample.id} of {n} tokens")
 
     def __enter__(self) -> Run:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -188,6 +212,8 @@ class Run:
     @property
     def is_finished(self) -> bool:
         """Whether nothing is left to be measured."""
+        if not self._file("run.json").is_file():
+            return False
         return not self.missing() and (not self.config.cost or self._file("cost.json").is_file())
 
     def missing(self) -> list[tuple[Sample, list[Method]]]:
@@ -235,7 +261,7 @@ class Run:
                     self._write_facts(facts, started, None)
         if self.config.cost and not self._file("cost.json").is_file():
             self._measure_cost(options, on_progress, estimate)
-        self._write_facts(facts, started, _now())
+        self._write_facts(facts, started, _now(), finished=True)
 
     def _measure_kept(self, engine: Engine) -> None:
         """Of the first sample with a question, by every method with the middle budget."""
@@ -272,13 +298,20 @@ class Run:
         file = self._file("records.jsonl")
         # the last one has no newline if the process was killed while it wrote
         lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
-        return {(r["sample"], r["method"], r["budget"]) for r in map(json.loads, lines)}
+        try:
+            found = [json.loads(line) for line in lines if line.strip()]
+            return {(r["sample"], r["method"], r["budget"]) for r in found}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is broken ({error!r}): remove the folder and run again") from error
 
     def _read_facts(self) -> dict[str, Any]:
         file = self._file("run.json")
         if file.is_file():
-            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            return found
+            try:
+                found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+                return found | {"sessions": list(found["sessions"])}
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{file} is broken ({error!r}): remove it and run again") from error
         facts = system.describe(paths=False)
         return {
             "name": self.folder.name,
@@ -292,10 +325,10 @@ class Run:
             "sessions": [],
         }
 
-    def _write_facts(self, facts: Mapping[str, Any], started: str, ended: str | None) -> None:
-        session = {"started": started, "ended": ended or _now(), "command": self._command, **_machine()}
+    def _write_facts(self, facts: Mapping[str, Any], started: str, ended: str | None, finished: bool = False) -> None:
+        session = {"started": started, "ended": ended, "command": self._command, **_machine()}
         sessions = [*facts["sessions"], session]
-        _write_json(self._file("run.json"), {**facts, "sessions": sessions, "finished": self.is_finished})
+        _write_json(self._file("run.json"), {**facts, "sessions": sessions, "finished": finished})
 
 
 @dataclass(frozen=True)
@@ -376,10 +409,18 @@ def _samples(config: Config, count: Callable[[str], int]) -> Iterator[Sample]:
         document=Path(config.document) if config.document else None,
     )
     for name in config.tasks:
-        for i, sample in enumerate(TASKS[name].build(request)):
-            if config.limit and i >= config.limit:
-                break
-            yield sample
+        every = list(TASKS[name].build(request))
+        n = min(config.limit or len(every), len(every))
+        # spread over lengths, depths and variants
+        yield from (every[i * len(every) // n] for i in range(n))
+
+
+def _digest_of_file(file: Path) -> str:
+    with file.open("rb") as data:
+        digest = hashlib.sha256()
+        while block := data.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _model_facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:

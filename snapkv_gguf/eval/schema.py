@@ -10,6 +10,8 @@ from pathlib import Path
 
 Value = str | int | float
 
+N_NEXT = 256  # tokens of running text that are compared
+
 
 @dataclass(frozen=True)
 class Question:
@@ -39,7 +41,7 @@ class Sample:
     Attributes:
         id: Unique in a run, the same for the same request.
         task: Name in ``tasks.TASKS``.
-        metric: Name in ``metrics.METRICS``.
+        metric: Name in ``metrics.METRICS``; of running text ``"divergence"``, which is not one of them.
         context: The long text.
         questions: What is asked after it; the first is part of the prompt that the pass runs on, the others follow
             after its answer. Empty for running text, whose next tokens are compared instead.
@@ -121,7 +123,8 @@ class Record:
         answers: What the model said, in the order of the questions.
         references: Right answers to the first question.
         prefill_seconds: Of the prompt, shared by all methods of a sample.
-        pass_ms: Of the pass, with its parts ``score_ms``, ``select_ms``, ``move_ms`` in ``parts_ms``.
+        pass_ms: Of the pass, with its parts ``score_ms``, ``select_ms``, ``move_ms`` in ``parts_ms``; with rule h2o the
+            scores are those of all prompt tokens.
         decode_tokens: Decoded after it, each on its own.
         decode_seconds: For these.
     """

@@ -33,6 +33,9 @@ _BASELINES = ("no-pooling", "shared", "first-recent", "random", "h2o")
 # a full cache below it fails the task, with it or without
 _LOW = 0.5
 
+# samples of a task below which a recommendation says so
+_FEW = 10
+
 
 @dataclass(frozen=True)
 class Table:
@@ -164,7 +167,7 @@ def _mean(values: tuple[float, ...], share: bool) -> Interval | None:
         return None
     if not share and math.isclose(min(values), max(values), rel_tol=1e-12):
         return Interval(values[0], math.nan, math.nan, len(values))
-    return intervals.mean(values)
+    return intervals.mean(values, scores=share)
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -567,7 +570,8 @@ def cost(runs: Sequence[Run]) -> Table | None:
         return None
     header = (*(["run"] if several else []), "method", "budget", *(column[0] for column in columns), "compression")
     note = (
-        "Medians of repetitions in which the full and the compacted cache took turns. Ratios carry over, speeds do not."
+        "The full and the compacted cache took turns, batch by batch and block by block; one repetition. "
+        "Ratios carry over, speeds do not."
     )
     return Table("Cost, measured on its own", header, tuple(rows), n_labels=3 if several else 2, note=note)
 
@@ -665,9 +669,15 @@ def headline(run: Run, margin: float = MARGIN) -> list[str]:
             "No task was answered with both the full cache and a compacted one, so there is no budget to recommend."
         ]
     low = [choice.task for choice in found if choice.full_is_low]
+    found = [choice for choice in found if not choice.full_is_low]
+    if not found:
+        return [f"The full cache itself scores below {_LOW:g} on {_join(low)}, so there is no budget to recommend."]
     sentences = _advice(method, found, margin)
+    few = [choice.task for choice in found if choice.groups[0].n < _FEW]
+    if few:
+        sentences.append(f"With fewer than {_FEW} samples of {_join(few)}, this is a first look.")
     if low:
-        sentences.append(f"The full cache itself scores below {_LOW:g} on {_join(low)}: a loss there says little.")
+        sentences.append(f"Left out: {_join(low)}, where the full cache itself scores below {_LOW:g}.")
     named = max((choice.likely or choice.groups[-1] for choice in found), key=lambda group: group.cells)
     return sentences + _beyond_scores(run, method, named.budget)
 

@@ -187,3 +187,17 @@ def test_calibration(model_path: Path) -> None:
     assert min(found.values()) >= 0
     assert found["batch"] > 0
     assert found["decode"] > 0
+
+
+def test_what_h2o_costs_is_its_own(model_path: Path) -> None:
+    """Adding up the attention counts as part of its pass, all of it, and not as prefill."""
+    every = methods.expand(["snapkv", "h2o"], [64])
+    with engines.Engine(model_path, every, 1024, **OPTIONS) as engine:
+        before = engine._llm.observe_seconds
+        found = {
+            record.method: record for record in engine.run(sample(Question("?", ("x",), max_tokens=2)), list(every))
+        }
+        observed = engine._llm.observe_seconds - before
+    assert found["h2o"].pass_ms > 1000 * observed > 0
+    assert found["h2o"].parts_ms["score_ms"] > 1000 * observed
+    assert found["snapkv"].pass_ms < 1000 * observed

@@ -81,13 +81,13 @@ def test_bootstrap_of_many_is_the_normal_interval() -> None:
 
 
 def test_same_seed_same_interval() -> None:
-    values = [0.1, 0.4, 0.35, 0.8, 0.2]
+    values = [0.1, 0.4, 0.35, 0.8, 0.2, 0.5, 0.9, 0.3, 0.6, 0.7]
     assert mean(values, seed=1) == mean(values, seed=1)
     assert mean(values, seed=1) != mean(values, seed=2)
 
 
 def test_bootstrap_stays_within_the_values() -> None:
-    for values in ([0.2, 0.8], [0.0, 0.3, 1.0], [1.0] * 19 + [0.9]):
+    for values in ([0.2, 0.8] * 5, [0.0, 0.3, 1.0] * 4, [1.0] * 19 + [0.9]):
         interval = mean(values)
         assert min(values) <= interval.low <= interval.estimate <= interval.high <= max(values)
         assert width(interval) > 0
@@ -233,3 +233,16 @@ def test_coverage_of_paired_scores() -> None:
 def test_refused(call: Callable[[], Interval], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         call()
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 9])
+def test_few_values_of_any_size(n: int) -> None:
+    """Such as divergences: a bootstrap would not leave their range, and hold the truth half of the time for two."""
+    rng = np.random.default_rng(n)
+    found = [mean(list(rng.normal(7, 2, n)), scores=False) for _ in range(1000)]
+    assert 0.93 <= np.mean([one.low <= 7 <= one.high for one in found]) <= 0.97
+    # of 1, 2 and 3: 2 -/+ 4.303 / sqrt(3)
+    known = mean([1.0, 2.0, 3.0], scores=False)
+    assert (known.low, known.high) == pytest.approx((2 - 4.3027 / 3**0.5, 2 + 4.3027 / 3**0.5), abs=1e-3)
+    # scores stay scores
+    assert (mean([0.0, 0.9, 1.0]).low, mean([0.0, 0.9, 1.0]).high) == (0, 1)

@@ -105,6 +105,7 @@ def test_an_interrupted_run_goes_on(model_path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "parts" / whole.folder.name
     assert len(results(folder)) == 5
     assert not report.load(folder).finished
+    assert json.loads((folder / "run.json").read_text())["sessions"][-1]["ended"] is None
     # killed while it wrote
     with (folder / "records.jsonl").open("a") as file:
         file.write('{"sample": "needle-6')
@@ -169,6 +170,71 @@ def test_without_the_full_cache(model_path: Path, tmp_path: Path) -> None:
     assert all(record.scores["kl"] > 0 for record in read.records if record.task == "text")
 
 
+def test_other_inputs_of_the_same_name_are_another_run(model_path: Path, tmp_path: Path) -> None:
+    from snapkv_gguf import tiny
+    from snapkv_gguf.eval.runs import Run
+
+    folders = []
+    for seed in (1, 2):
+        model = tiny.write_llama(tmp_path / str(seed) / "m.gguf", seed=seed)
+        folders.append(Run(config(model), tmp_path, "").folder)
+    assert model.stat().st_size == (tmp_path / "1" / "m.gguf").stat().st_size
+    for text in ("One paragraph of a text, long enough to be one. ", "Another paragraph of a text, as long as that. "):
+        document = tmp_path / text.split()[0] / "text.txt"
+        document.parent.mkdir()
+        document.write_text("\n\n".join(f"{i}. {text * 3}" for i in range(40)))
+        folders.append(Run(config(model_path, document=str(document)), tmp_path, "").folder)
+    assert len(set(folders)) == 4
+    # wherever the same files lie
+    moved = document.rename(tmp_path / "moved.txt")
+    assert Run(config(model_path, document=str(moved)), tmp_path, "").folder == folders[-1]
+
+
+def test_a_limit_takes_from_everywhere(model_path: Path, tmp_path: Path) -> None:
+    from snapkv_gguf.eval.runs import Run
+
+    run = Run(config(model_path, tasks=("needle",), lengths=(600, 700), samples=3, limit=4), tmp_path, "")
+    assert {(s.fields["length"], s.fields["depth"]) for s in run.samples} == {
+        (length, depth) for length in (600, 700) for depth in (0.2, 0.8)
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"methods": ("w16-max1001-r0",)}, "method w16-max1001-r0: window or kernel is too wide for "),
+        ({"methods": ("w560-max1-r0",), "budgets": (590,)}, "w560-max1-r0"),
+        ({"budgets": (0.01,)}, "budget 0.01 of [0-9]+ tokens is within the window of snapkv"),
+    ],
+)
+def test_methods_that_do_not_fit_the_prompts(
+    model_path: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    from snapkv_gguf.eval.runs import Run
+
+    with pytest.raises(ValueError, match=message):
+        Run(config(model_path, tasks=("text",), **change), tmp_path, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("run.json", "", "run.json is broken .*remove it and run again"),
+        ("run.json", "[]", "run.json is broken"),
+        ("records.jsonl", '{"sample": "x"}\n', "records.jsonl is broken .*remove the folder and run again"),
+        ("records.jsonl", "{\n", "records.jsonl is broken"),
+    ],
+)
+def test_a_broken_folder(model_path: Path, tmp_path: Path, name: str, text: str, message: str) -> None:
+    from snapkv_gguf.eval.runs import Run
+
+    folder = Run(config(model_path), tmp_path, "").folder
+    folder.mkdir()
+    (folder / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        measured(config(model_path), tmp_path)
+
+
 def test_limit(model_path: Path, tmp_path: Path) -> None:
     from snapkv_gguf.eval.runs import Run
 
@@ -190,6 +256,9 @@ def test_limit(model_path: Path, tmp_path: Path) -> None:
         ({"samples": 0}, "samples=0: must be a whole number, at least 1"),
         ({"samples": True}, "samples=True"),
         ({"threads": 0}, "threads=0"),
+        ({"cost": "no"}, "cost='no': must be true or false"),
+        ({"longbench": 5}, "longbench=5: must be text"),
+        ({"tasks": (["needle"],)}, "must be a list of names or numbers"),
         ({"type_k": "f15"}, "cache type 'f15': must be one of"),
     ],
 )

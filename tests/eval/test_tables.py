@@ -333,8 +333,16 @@ def test_headlines(run) -> None:
         "it loses more than 0.05 of the score on qa.",
         "On needle, 128 cells (compression 15.6) does by estimate; the intervals show it for 1 of 1.",
     ]
-    assert tables.headline(run([*scored("full", [0] * 100), *scored("snapkv", [0] * 100)]))[-1] == (
-        "The full cache itself scores below 0.5 on needle: a loss there says little."
+    # what the full cache fails recommends nothing
+    failed = [*scored("full", [0] * 100, task="qa"), *scored("snapkv", [0] * 100, task="qa")]
+    assert tables.headline(run(failed)) == [
+        "The full cache itself scores below 0.5 on qa, so there is no budget to recommend."
+    ]
+    assert tables.headline(run([*graded({512: 0, 128: 0}), *failed]))[-1] == (
+        "Left out: qa, where the full cache itself scores below 0.5."
+    )
+    assert "With fewer than 10 samples of needle, this is a first look." in tables.headline(
+        run([*scored("full", [1] * 9), *scored("snapkv", [1] * 9)])
     )
     for records in ([], scored("full", [1]), scored("snapkv", [1])):
         assert tables.headline(run(records))[0].startswith("No task was answered with both")

@@ -667,6 +667,31 @@ def test_h2o(model_path: Path) -> None:
     assert np.array_equal(kept[0], kept[2])
 
 
+def test_h2o_after_its_sums_are_lost(model_path: Path) -> None:
+    """The same prompt again, after more generated tokens than queries are kept of, and the chat goes on."""
+    llm = make(model_path, SnapKV(budget=64, window=8, recent=0.25, rule="h2o"), n_ubatch=64)
+    tokens = tokens_of(llm)
+    answer = say(llm, n=150)
+    assert say(llm, n=150) == answer
+    assert llm.snapkv_stats.reason is None
+    for n in (3, 40):
+        say(llm, [*tokens, *answer[:n], *tokens[1:40]])
+        assert llm.snapkv_stats.reason is None
+        assert llm.snapkv_stats.cells_after == 64
+    # a state of another version, without sums
+    llm.reset()
+    llm.eval(tokens)
+    state = llm.save_state()
+    state.snapkv = state.snapkv[:3]
+    llm.load_state(state)
+    llm.eval(tokens[1:20])
+    with pytest.raises(RuntimeError, match="rule h2o is needed from the prompt's start"):
+        llm.compact()
+    say(llm, [*tokens, *tokens[1:40]])
+    assert llm.snapkv_stats.reason is None
+    llm.close()
+
+
 def test_embedding_is_refused(model_path: Path) -> None:
     with pytest.raises(ValueError, match="embedding=True and snapkv exclude each other"):
         make(model_path, embedding=True)

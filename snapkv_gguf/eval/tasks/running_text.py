@@ -7,13 +7,10 @@ import re
 from collections.abc import Iterator
 
 from ... import haystack
-from ..schema import Request, Sample, Task
+from ..schema import N_NEXT, Request, Sample, Task
 from ._sample import Case
 
 NAME = "text"
-
-# tokens after the prompt that are compared
-N_NEXT = 256
 
 # of the text, beyond what is needed, so that it is not counted token by token
 _SPARE = 1.02
