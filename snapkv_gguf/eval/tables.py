@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..config import MAX_CELLS, SnapKV
@@ -118,7 +118,9 @@ class Group:
 
     def interval(self, name: str = "score") -> Interval | None:
         """Mean of a score, None where no sample has it."""
-        return _mean(tuple(record.scores[name] for record in self.records if name in record.scores), _is_share(name))
+        found = _mean(tuple(record.scores[name] for record in self.records if name in record.scores), _is_share(name))
+        # Student's t does not know that a divergence is not negative
+        return replace(found, low=max(found.low, 0.0)) if found and name == "kl" else found
 
     def difference(self, name: str = "score") -> Interval | None:
         """Mean difference from the full cache on the same samples; None for the full cache and without pairs."""
@@ -348,7 +350,8 @@ def by_method(run: Run) -> Table:
     for task in names:
         n = max(group.n for group in groups(run, [task]))
         rows.append((task, str(n), *(f"{means[task]:.2f}" if task in means else "" for means in found.values())))
-    rows.append(("mean of tasks", "", *(_mean_of_tasks(means, names) for means in found.values())))
+    if len(names) > 1:
+        rows.append(("mean of tasks", "", *(_mean_of_tasks(means, names) for means in found.values())))
     pooled = {(group.method, group.budget): group for group in groups(run, names)} if names else {}
     for i, name in enumerate(_SIZE[1:], start=1):
         rows.append((name, "", *(_size(pooled[column])[i] for column in found)))
