@@ -23,7 +23,7 @@ from rich.table import Column, Table
 
 from . import __version__, _lib
 from . import answer as answers
-from .config import CACHE_TYPES, MAX_CELLS, MAX_WINDOW, SnapKV
+from .config import CACHE_TYPES, MAX_CELLS, MAX_WINDOW, SnapKV, ggml_type
 from .eval.cli import app as evaluation
 from .terminal import Bar, err, guarded, out, set_debug, show
 
@@ -498,11 +498,9 @@ def _engine(
 
 
 def _cache_type(option: str, name: str) -> int:
-    from gguf import GGMLQuantizationType
-
     if name.lower() not in CACHE_TYPES:
         raise typer.BadParameter(f"{option} {name!r}: must be one of {', '.join(CACHE_TYPES)}")
-    return int(GGMLQuantizationType[name.upper()])
+    return ggml_type(name.lower())
 
 
 def _prompt_text(prompt: str | None, file: str | None, question: str | None) -> str:

@@ -16,6 +16,20 @@ Rule = Literal["snapkv", "shared", "first-recent", "random", "h2o"]
 # types of K and V in llama.cpp
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 
+
+def ggml_type(name: str) -> int:
+    """Number of a cache type in ggml.
+
+    Raises:
+        ValueError: No such type.
+    """
+    from gguf import GGMLQuantizationType
+
+    if name not in CACHE_TYPES:
+        raise ValueError(f"cache type {name!r}: must be one of {', '.join(CACHE_TYPES)}")
+    return int(GGMLQuantizationType[name.upper()])
+
+
 # of budget, recent and kernel, the same as in the library
 MAX_CELLS = 2**30
 

@@ -100,13 +100,6 @@ def hidden_sentence(code: str) -> str:
     return f"Remember: the secret access code is {code}."
 
 
-def running_text(seed: int) -> str:
-    """All the text in its own order, beginning with a topic chosen by seed: to be cut where it is long enough."""
-    texts = topics()
-    first = random.Random(seed).randrange(len(texts))
-    return "\n\n".join(texts[first:] + texts[:first])
-
-
 def topics() -> list[str]:
     """The texts that ship with Python, in the order of their names."""
     texts: dict[str, str] = pydoc_data.topics.topics

@@ -15,11 +15,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
-import gguf
 from filelock import FileLock, Timeout
 
 from .. import __version__, _lib, bench, models, system
-from ..config import CACHE_TYPES, SnapKV
+from ..config import SnapKV, ggml_type
 from ..prompt import Vocabulary
 from . import methods
 from .engine import Engine, Method, prompt_tokens, room_for_answers
@@ -176,6 +175,7 @@ class Run:
         self._check_methods()
         self.folder = results / config.name(self.model, self.samples)
         self._command = command
+        self._machine = system.describe(paths=False)
         self._lock = FileLock(self.folder / ".lock", blocking=False)
         self.done = self._read_done()
 
@@ -312,7 +312,6 @@ class Run:
                 return found | {"sessions": list(found["sessions"])}
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{file} is broken ({error!r}): remove it and run again") from error
-        facts = system.describe(paths=False)
         return {
             "name": self.folder.name,
             "model": self._facts,
@@ -321,12 +320,12 @@ class Run:
             "command": self._command,
             "pin": {"llama_cpp_python": _lib.LLAMA_CPP_PYTHON, "llama_cpp": system.llama_cpp_commit()},
             "version": __version__,
-            "machine": facts["machine"] | {"devices": facts["devices"], "threads": self.config.threads},
+            "machine": self._machine["machine"] | {"devices": self._machine["devices"], "threads": self.config.threads},
             "sessions": [],
         }
 
     def _write_facts(self, facts: Mapping[str, Any], started: str, ended: str | None, finished: bool = False) -> None:
-        session = {"started": started, "ended": ended, "command": self._command, **_machine()}
+        session = {"started": started, "ended": ended, "command": self._command, "machine": self._machine["machine"]}
         sessions = [*facts["sessions"], session]
         _write_json(self._file("run.json"), {**facts, "sessions": sessions, "finished": finished})
 
@@ -387,17 +386,6 @@ class Estimate:
         return 2 * self.prefill(length) + 3 * self.decoding(_COST_TOKENS, length)
 
 
-def ggml_type(name: str) -> int:
-    """Number of a cache type in ggml.
-
-    Raises:
-        ValueError: No such type.
-    """
-    if name not in CACHE_TYPES:
-        raise ValueError(f"cache type {name!r}: must be one of {', '.join(CACHE_TYPES)}")
-    return int(gguf.GGMLQuantizationType[name.upper()])
-
-
 def _samples(config: Config, count: Callable[[str], int]) -> Iterator[Sample]:
     request = Request(
         lengths=config.lengths,
@@ -433,10 +421,6 @@ def _model_facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         "n_layer": int(metadata.get(f"{architecture}.block_count", 0)),
         "n_ctx_train": int(metadata.get(f"{architecture}.context_length", 0)),
     }
-
-
-def _machine() -> dict[str, Any]:
-    return {"machine": system.describe(paths=False)["machine"]}
 
 
 def _now() -> str:
