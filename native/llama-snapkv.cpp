@@ -2,6 +2,7 @@
 
 #include "snapkv-graph.h"
 #include "snapkv-hooks.h"
+#include "snapkv-pass.h"
 #include "snapkv-rules.h"
 
 #include "llama-context.h"
@@ -11,11 +12,7 @@
 #include "llama-model.h"
 
 #include <algorithm>
-#include <atomic>
 #include <new>
-#include <numeric>
-#include <system_error>
-#include <thread>
 
 //
 // parameters
@@ -24,23 +21,25 @@
 // see docs/presets.md for the measurements behind the defaults
 struct llama_snapkv_params llama_snapkv_default_params(void) {
     return {
-        /*.n_budget =*/ 1024,
-        /*.n_window =*/ 16,
-        /*.n_recent =*/ 512,
-        /*.n_kernel =*/ 21,
-        /*.pool     =*/ LLAMA_SNAPKV_POOL_MAX,
-        /*.rule     =*/ LLAMA_SNAPKV_RULE_SNAPKV,
+        /*.n_budget  =*/ 1024,
+        /*.n_window  =*/ 16,
+        /*.n_recent  =*/ 512,
+        /*.n_kernel  =*/ 21,
+        /*.pool      =*/ LLAMA_SNAPKV_POOL_MAX,
+        /*.rule      =*/ LLAMA_SNAPKV_RULE_SNAPKV,
+        /*.positions =*/ LLAMA_SNAPKV_POSITIONS_TRUE,
     };
 }
 
 struct llama_snapkv_params llama_snapkv_paper_params(void) {
     return {
-        /*.n_budget =*/ 1024,
-        /*.n_window =*/ 32,
-        /*.n_recent =*/ 0,
-        /*.n_kernel =*/ 5,
-        /*.pool     =*/ LLAMA_SNAPKV_POOL_AVG,
-        /*.rule     =*/ LLAMA_SNAPKV_RULE_SNAPKV,
+        /*.n_budget  =*/ 1024,
+        /*.n_window  =*/ 32,
+        /*.n_recent  =*/ 0,
+        /*.n_kernel  =*/ 5,
+        /*.pool      =*/ LLAMA_SNAPKV_POOL_AVG,
+        /*.rule      =*/ LLAMA_SNAPKV_RULE_SNAPKV,
+        /*.positions =*/ LLAMA_SNAPKV_POSITIONS_TRUE,
     };
 }
 
@@ -66,6 +65,12 @@ const char * llama_snapkv_params_check(struct llama_snapkv_params params) {
     }
     if (params.n_budget <= std::max(params.n_recent, params.n_window) || params.n_budget > SNAPKV_N_BUDGET_MAX) {
         return "n_budget must be greater than n_window and n_recent, and at most 2^30";
+    }
+    if (params.positions != LLAMA_SNAPKV_POSITIONS_TRUE && params.positions != LLAMA_SNAPKV_POSITIONS_PACKED) {
+        return "positions must be one of enum llama_snapkv_positions";
+    }
+    if (params.positions == LLAMA_SNAPKV_POSITIONS_PACKED && params.n_budget < params.n_window + 2) {
+        return "n_budget must be at least n_window + 2 with packed positions"; // a frontier of 0 would look whole
     }
     return nullptr;
 }
@@ -95,10 +100,15 @@ const char * llama_snapkv_status_str(enum llama_snapkv_status status) {
         case LLAMA_SNAPKV_STATUS_UNSUPPORTED_QUERIES:    return "the queries of some layers of this model cannot be captured";
         case LLAMA_SNAPKV_STATUS_NOT_EMPTY:              return "the context already holds tokens: clear its memory first";
         case LLAMA_SNAPKV_STATUS_NOT_OBSERVED:           return "the attention of some tokens was not added up: decode at most n_ubatch tokens between two calls of llama_snapkv_observe(), with the rule h2o from the start";
+        case LLAMA_SNAPKV_STATUS_UNSUPPORTED_POSITIONS:  return "packed positions need a model whose keys are rotated by one position each (RoPE, not M-RoPE nor MLA)";
+        case LLAMA_SNAPKV_STATUS_NOT_PACKED:             return "the sequence was restored from a state that was compacted without packed positions";
+        case LLAMA_SNAPKV_STATUS_NO_ROOM:                return "the cells do not hold the budget, the probe and one more token: give the context more cells, or lower the budget or the probe";
+        case LLAMA_SNAPKV_STATUS_BEYOND_CONTEXT:         return "the prompt is longer than the context the model was trained for: use packed positions, or scale RoPE";
         case LLAMA_SNAPKV_STATUS_ABORTED:                return "aborted, nothing was changed";
         case LLAMA_SNAPKV_STATUS_FAILED_RESERVE:         return "out of memory for the query ring or the compute buffers";
         case LLAMA_SNAPKV_STATUS_FAILED_COMPUTE:         return "the scores could not be computed, nothing was changed";
-        case LLAMA_SNAPKV_STATUS_SEQUENCE_LOST:          return "stopped in the middle of the moves, the sequence was removed: decode it again";
+        case LLAMA_SNAPKV_STATUS_SEQUENCE_LOST:          return "failed half-way, the sequence was removed: decode it again";
+        case LLAMA_SNAPKV_STATUS_CANCELLED:              return "stopped by the caller, the sequence was removed";
     }
     return "unknown status";
 }
@@ -108,66 +118,8 @@ const char * llama_snapkv_build_info(void) {
 }
 
 //
-// the context's cache
+// the context
 //
-
-static llama_kv_cache * snapkv_get_cache(const llama_context & lctx) {
-    return llama_snapkv::get_caches(lctx.get_memory()).kv;
-}
-
-static llama_snapkv_status snapkv_check(const llama_context & lctx) {
-    auto * memory = lctx.get_memory();
-
-    if (!memory || !lctx.get_cparams().causal_attn || llama_model_has_encoder(&lctx.get_model())) {
-        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_ENCODER;
-    }
-    if (lctx.get_cparams().embeddings) {
-        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_EMBEDDINGS;
-    }
-    if (dynamic_cast<llama_memory_recurrent *>(memory)) {
-        return LLAMA_SNAPKV_STATUS_UNSUPPORTED_RECURRENT;
-    }
-
-    const llama_kv_cache * kv = snapkv_get_cache(lctx);
-
-    return kv ? llama_snapkv::check_cache(*kv) : LLAMA_SNAPKV_STATUS_UNSUPPORTED_MEMORY;
-}
-
-// null if not enabled
-static llama_snapkv * snapkv_get(const llama_context & lctx) {
-    return llama_snapkv::of(lctx.get_memory());
-}
-
-// null if not enabled or no such sequence
-static llama_snapkv * snapkv_get(const llama_context & lctx, llama_seq_id seq_id) {
-    llama_snapkv * snapkv = snapkv_get(lctx);
-
-    return snapkv && snapkv->has_seq(seq_id) ? snapkv : nullptr;
-}
-
-// a new scheduler and new compute buffers, as after any other change of the graph
-static bool snapkv_reserve(llama_context & lctx) {
-    lctx.set_embeddings_layer_inp(0, lctx.get_cparams().embeddings_layer_inp[0]); // changes nothing, but asks for it
-
-    try {
-        lctx.sched_reserve();
-    } catch (const std::exception & err) {
-        LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
-        return false;
-    }
-
-    return true;
-}
-
-static std::vector<size_t> snapkv_buffer_sizes(const llama_context & lctx) {
-    ggml_backend_sched_t sched = lctx.get_sched();
-
-    std::vector<size_t> res;
-    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
-        res.push_back(ggml_backend_sched_get_buffer_size(sched, ggml_backend_sched_get_backend(sched, i)));
-    }
-    return res;
-}
 
 enum llama_snapkv_status llama_snapkv_supported(const struct llama_context * ctx) {
     return snapkv_check(*ctx);
@@ -200,11 +152,13 @@ enum llama_snapkv_status llama_snapkv_init(struct llama_context * ctx, struct ll
         return LLAMA_SNAPKV_STATUS_FAILED_RESERVE;
     }
 
+    const uint32_t n_swa = caches.swa ? llama_model_n_swa(&ctx->get_model()) : 0;
+
     const bool     is_observed = snapkv_get_rule(params.rule)->needs == SNAPKV_RULE_NEEDS_ALL;
     const uint32_t n_queries   = is_observed ? std::max(params.n_window, ctx->get_cparams().n_ubatch) : params.n_window;
 
     try {
-        llama_snapkv::attach(*kv, std::make_shared<llama_snapkv>(*kv, caches.idx, params, n_queries, n_seq_max));
+        llama_snapkv::attach(*kv, std::make_shared<llama_snapkv>(*kv, caches.idx, params, n_queries, n_seq_max, n_swa));
     } catch (const std::bad_alloc &) {
         LLAMA_LOG_ERROR("%s: failed to allocate the query ring\n", __func__);
         return LLAMA_SNAPKV_STATUS_FAILED_RESERVE;
@@ -217,6 +171,10 @@ enum llama_snapkv_status llama_snapkv_init(struct llama_context * ctx, struct ll
     if (ggml_graph_n_nodes(res->get_gf()) + 5*(int64_t) kv->get_snapkv()->il_to_reader.size() + 8 > res->get_max_nodes()) {
         LLAMA_LOG_ERROR("%s: the model's graph leaves no room to capture the queries\n", __func__);
         res_status = LLAMA_SNAPKV_STATUS_UNSUPPORTED_QUERIES;
+    }
+
+    if (res_status == LLAMA_SNAPKV_STATUS_OK && params.positions == LLAMA_SNAPKV_POSITIONS_PACKED && !kv->get_snapkv()->can_rotate()) {
+        res_status = LLAMA_SNAPKV_STATUS_UNSUPPORTED_POSITIONS;
     }
 
     // building the graph tells what each layer does to its logits
@@ -253,116 +211,6 @@ enum llama_snapkv_status llama_snapkv_init(struct llama_context * ctx, struct ll
 // the pass
 //
 
-// run f(0) ... f(n - 1) in threads
-template <typename F>
-static void snapkv_parallel_for(uint32_t n, uint32_t n_threads, const F & f) {
-    std::atomic<uint32_t> next(0);
-    std::atomic<bool>     failed(false);
-
-    const auto work = [&]() {
-        try {
-            for (uint32_t i = next++; i < n; i = next++) {
-                f(i);
-            }
-        } catch (const std::bad_alloc &) {
-            failed = true;
-        }
-    };
-
-    std::vector<std::thread> threads;
-    try {
-        for (uint32_t t = 1; t < std::min(n, n_threads); ++t) {
-            threads.emplace_back(work);
-        }
-    } catch (const std::system_error &) {
-        // fewer threads will do
-    }
-    work();
-    for (auto & t : threads) {
-        t.join();
-    }
-
-    if (failed) {
-        throw std::bad_alloc();
-    }
-}
-
-// f(), or a status if it runs out of memory
-template <typename F>
-static ggml_status snapkv_try(const F & f) {
-    try {
-        return f();
-    } catch (const std::bad_alloc &) {
-        return GGML_STATUS_ALLOC_FAILED;
-    }
-}
-
-static llama_snapkv_status snapkv_status_from_ggml(ggml_status status) {
-    return status == GGML_STATUS_ABORTED ? LLAMA_SNAPKV_STATUS_ABORTED : LLAMA_SNAPKV_STATUS_FAILED_COMPUTE;
-}
-
-// add up the attention of the cells of the order that were not observed yet
-static llama_snapkv_status snapkv_observe(
-        llama_context & lctx,
-        llama_snapkv  & snapkv,
-        llama_seq_id    seq_id,
-        const std::vector<std::pair<llama_pos, uint32_t>> & order) {
-    auto & seq = snapkv.seqs[seq_id];
-
-    const uint32_t n     = order.size();
-    const uint32_t n_new = n - std::min(n, seq.n_observed());
-
-    if (n_new == 0) {
-        return n == seq.n_observed() ? LLAMA_SNAPKV_STATUS_OK : LLAMA_SNAPKV_STATUS_NOT_OBSERVED;
-    }
-    if (snapkv_get_rule(snapkv.params.rule)->needs != SNAPKV_RULE_NEEDS_ALL || snapkv.get_n_queries(seq_id, order, n_new) < n_new) {
-        return LLAMA_SNAPKV_STATUS_NOT_OBSERVED;
-    }
-
-    std::vector<uint32_t> layers(snapkv.layers.size());
-    std::iota(layers.begin(), layers.end(), 0);
-
-    // the scheduler is used for other graphs from here on
-    snapkv.generation++;
-
-    const ggml_status status = snapkv_try([&]() {
-        auto observed = seq.observed;
-        observed.resize(snapkv.get_i_head(layers.size()));
-
-        const auto status = snapkv_compute_scores(lctx, snapkv, seq_id, order, n_new, layers, [&](uint32_t i, const std::vector<float> & attn) {
-            const auto & info = snapkv.layers[i].info;
-
-            const uint32_t n_group = info.n_head/info.n_head_kv;
-            const uint32_t i_head  = snapkv.get_i_head(i);
-
-            for (int32_t ih = 0; ih < info.n_head_kv; ++ih) {
-                auto & dst = observed[i_head + ih];
-                dst.resize(n, 0.0);
-                for (uint32_t j = 0; j < n; ++j) {
-                    double sum = 0.0;
-                    for (uint32_t g = 0; g < n_group; ++g) {
-                        sum += attn[((size_t) ih*n_group + g)*n + j];
-                    }
-                    dst[j] += sum/n_group;
-                }
-            }
-        });
-
-        if (status == GGML_STATUS_SUCCESS) {
-            seq.observed     = std::move(observed);
-            seq.pos_observed = order.back().first + 1;
-        }
-        return status;
-    });
-
-    if (status != GGML_STATUS_SUCCESS) {
-        snapkv_reserve(lctx); // it may have lost its buffers
-        return snapkv_status_from_ggml(status);
-    }
-
-    return LLAMA_SNAPKV_STATUS_OK;
-}
-
 enum llama_snapkv_status llama_snapkv_observe(struct llama_context * ctx, llama_seq_id seq_id) {
     llama_snapkv * snapkv = snapkv_get(*ctx);
     if (!snapkv) {
@@ -383,233 +231,21 @@ enum llama_snapkv_status llama_snapkv_compact(
                    llama_seq_id           seq_id,
         const struct llama_snapkv_params * params_in,
               struct llama_snapkv_stats * stats_out) {
-    const int64_t t_start_us = ggml_time_us();
-
     llama_snapkv_stats stats = {};
 
+    llama_snapkv_params params;
+
+    auto status = snapkv_check_call(*ctx, seq_id, params_in, params);
+    if (status == LLAMA_SNAPKV_STATUS_OK) {
+        status = snapkv_pass(*ctx, *snapkv_get(*ctx), seq_id, params, params.n_window, stats);
+    }
+
+    // of a failure no more is told than the status
     if (stats_out) {
-        *stats_out = stats;
+        *stats_out = status < 0 ? llama_snapkv_stats{} : stats;
     }
 
-    llama_snapkv * snapkv = snapkv_get(*ctx);
-    if (!snapkv) {
-        return LLAMA_SNAPKV_STATUS_NOT_ENABLED;
-    }
-
-    // the context can have changed since llama_snapkv_init()
-    const auto supported = snapkv_check(*ctx);
-    if (supported != LLAMA_SNAPKV_STATUS_OK) {
-        return supported;
-    }
-    if (!snapkv->has_seq(seq_id)) {
-        return LLAMA_SNAPKV_STATUS_INVALID_SEQ;
-    }
-
-    const llama_snapkv_params params = params_in ? *params_in : snapkv->params;
-
-    const char * err = llama_snapkv_params_check(params);
-    if (!err && params.n_window > snapkv->params.n_window) {
-        err = "n_window must not exceed that of llama_snapkv_init()";
-    }
-    if (err) {
-        LLAMA_LOG_ERROR("%s: %s\n", __func__, err);
-        return LLAMA_SNAPKV_STATUS_INVALID_PARAMS;
-    }
-
-    // pending copies of streams
-    ctx->synchronize();
-    ctx->memory_update(false);
-
-    const auto order = snapkv->get_order(seq_id);
-
-    const uint32_t n        = order.size();
-    const uint32_t n_recent = std::max(params.n_recent, params.n_window);
-
-    stats.n_cells_before = n;
-    stats.n_cells_after  = n;
-
-    if (n <= params.n_budget) {
-        stats.t_total_us = ggml_time_us() - t_start_us;
-        if (stats_out) {
-            *stats_out = stats;
-        }
-        return LLAMA_SNAPKV_STATUS_WITHIN_BUDGET;
-    }
-    if (snapkv->has_shared_cells(seq_id)) {
-        return LLAMA_SNAPKV_STATUS_SHARED_CELLS;
-    }
-
-    const uint32_t n_window = snapkv->get_n_queries(seq_id, order, params.n_window);
-    if (n_window == 0) {
-        return LLAMA_SNAPKV_STATUS_NO_QUERIES;
-    }
-
-    const auto & rule = *snapkv_get_rule(params.rule);
-
-    const auto sizes_before = snapkv_buffer_sizes(*ctx);
-
-    if (rule.needs == SNAPKV_RULE_NEEDS_ALL) {
-        const auto observed = snapkv_observe(*ctx, *snapkv, seq_id, order);
-        if (observed != LLAMA_SNAPKV_STATUS_OK) {
-            return observed;
-        }
-    }
-
-    stats.n_window = n_window;
-    stats.n_recent = n_recent;
-
-    const uint32_t n_layer = snapkv->layers.size();
-
-    llama_snapkv_params params_used = params;
-    params_used.n_window = n_window;
-
-    // which rows each layer and KV head keeps
-    std::vector<std::vector<std::vector<uint32_t>>> keep(n_layer);
-
-    std::vector<double> scores_shared(n - n_window, 0.0);
-
-    std::vector<uint32_t> layers(n_layer);
-    std::iota(layers.begin(), layers.end(), 0);
-
-    const auto on_scores = [&](uint32_t i, const std::vector<float> & attn) {
-        const int64_t t_select_us = ggml_time_us();
-
-        const auto & info = snapkv->layers[i].info;
-
-        const uint32_t n_group = info.n_head/info.n_head_kv;
-
-        keep[i].resize(info.n_head_kv);
-
-        std::vector<std::vector<double>> scores(rule.is_shared ? info.n_head_kv : 0);
-
-        // a thread must be worth its start
-        const uint32_t n_threads = std::min<uint64_t>(ctx->n_threads_batch(), 1 + (uint64_t) info.n_head*n/65536);
-
-        snapkv_parallel_for(info.n_head_kv, n_threads, [&](uint32_t ih) {
-            const auto & observed = snapkv->seqs[seq_id].observed;
-
-            auto cur = snapkv_score(rule, {
-                params_used, n, n_group, i, ih,
-                rule.needs == SNAPKV_RULE_NEEDS_WINDOW ? attn.data() + (size_t) ih*n_group*n : nullptr,
-                rule.needs == SNAPKV_RULE_NEEDS_ALL    ? observed[snapkv->get_i_head(i) + ih].data() : nullptr,
-            });
-            if (rule.is_shared) {
-                scores[ih] = std::move(cur);
-            } else {
-                keep[i][ih] = snapkv_select(cur, n, n_recent, params.n_budget);
-            }
-        });
-
-        for (const auto & cur : scores) {
-            for (uint32_t j = 0; j < cur.size(); ++j) {
-                scores_shared[j] += cur[j];
-            }
-        }
-
-        stats.t_select_us += ggml_time_us() - t_select_us;
-    };
-
-    // the scheduler is used for other graphs from here on
-    snapkv->generation++;
-
-    ggml_status status = snapkv_try([&]() {
-        if (rule.needs == SNAPKV_RULE_NEEDS_WINDOW) {
-            return snapkv_compute_scores(*ctx, *snapkv, seq_id, order, n_window, layers, on_scores);
-        }
-        for (uint32_t i : layers) {
-            on_scores(i, {});
-        }
-        return GGML_STATUS_SUCCESS;
-    });
-
-    if (rule.is_shared) {
-        const auto chosen = snapkv_select(scores_shared, n, n_recent, params.n_budget);
-        for (auto & heads : keep) {
-            std::fill(heads.begin(), heads.end(), chosen);
-        }
-    }
-
-    stats.t_score_us = ggml_time_us() - t_start_us - stats.t_select_us;
-
-    if (status != GGML_STATUS_SUCCESS) {
-        snapkv_reserve(*ctx); // it may have lost its buffers
-        return snapkv_status_from_ggml(status);
-    }
-
-    const std::vector<uint32_t> dst = snapkv->get_lowest_cells(seq_id, params.n_budget);
-
-    const int64_t t_move_us = ggml_time_us();
-
-    status = snapkv_try([&]() {
-        return snapkv_compute_moves(*ctx, *snapkv, seq_id, order, keep, dst);
-    });
-
-    const auto sizes_after = snapkv_buffer_sizes(*ctx);
-    for (size_t i = 0; i < sizes_before.size(); ++i) {
-        stats.n_bytes_grown += sizes_after[i] > sizes_before[i] ? sizes_after[i] - sizes_before[i] : 0;
-    }
-
-    if (status != GGML_STATUS_SUCCESS) {
-        snapkv_reserve(*ctx);
-        ctx->get_memory()->seq_rm(seq_id, -1, -1);
-        LLAMA_LOG_ERROR("%s: %s\n", __func__, llama_snapkv_status_str(LLAMA_SNAPKV_STATUS_SEQUENCE_LOST));
-        return LLAMA_SNAPKV_STATUS_SEQUENCE_LOST;
-    }
-
-    stats.t_move_us = ggml_time_us() - t_move_us;
-
-    const uint32_t n_tail = snapkv->get_n_tail(seq_id, order, params.n_window);
-
-    auto kept = std::make_shared<llama_snapkv::kept_positions>();
-    for (uint32_t i = 0; i < n_layer; ++i) {
-        for (uint32_t ih = 0; ih < keep[i].size(); ++ih) {
-            const auto positions = snapkv->get_positions(seq_id, order, i, ih);
-
-            auto & cur = kept->emplace_back();
-            for (size_t j = 0; j < params.n_budget - n_tail && !positions.empty(); ++j) {
-                cur.push_back(positions[keep[i][ih][j]]);
-            }
-        }
-    }
-
-    for (const auto & layer : snapkv->layers) {
-        for (const auto & t : layer.tensors) {
-            stats.n_bytes_freed += (n - params.n_budget)*ggml_row_size(t.info.type, (int64_t) t.info.n_embd_head*layer.info.n_head_kv);
-        }
-    }
-
-    const bool is_known = !kept->at(0).empty();
-
-    // the sums of what was kept
-    std::vector<std::vector<double>> observed;
-    if (snapkv->seqs[seq_id].n_observed() == n) {
-        for (const auto & heads : keep) {
-            for (const auto & head : heads) {
-                const auto & src = snapkv->seqs[seq_id].observed[observed.size()];
-
-                auto & cur = observed.emplace_back();
-                for (uint32_t j : head) {
-                    cur.push_back(src[j]);
-                }
-            }
-        }
-    }
-
-    snapkv->set_compacted(seq_id, order, dst, n_tail, is_known ? std::move(kept) : nullptr);
-
-    if (!observed.empty()) {
-        snapkv->seqs[seq_id].observed     = std::move(observed);
-        snapkv->seqs[seq_id].pos_observed = order.back().first + 1;
-    }
-
-    stats.n_cells_after = params.n_budget;
-    stats.t_total_us    = ggml_time_us() - t_start_us;
-
-    if (stats_out) {
-        *stats_out = stats;
-    }
-
-    return LLAMA_SNAPKV_STATUS_OK;
+    return status;
 }
 
 int64_t llama_snapkv_get_observed(const struct llama_context * ctx, llama_seq_id seq_id, double * out, size_t n_max) {
@@ -680,6 +316,12 @@ int32_t llama_snapkv_n_cells(const struct llama_context * ctx, llama_seq_id seq_
     }
 
     return kv->get_cells(seq_id).seq_pos_get(seq_id).size();
+}
+
+int32_t llama_snapkv_n_tokens(const struct llama_context * ctx, llama_seq_id seq_id) {
+    const auto * snapkv = snapkv_get(*ctx, seq_id);
+
+    return snapkv ? snapkv->kv.seq_pos_max(seq_id) + 1 + snapkv->seqs[seq_id].n_shift : -1;
 }
 
 llama_pos llama_snapkv_frontier(const struct llama_context * ctx, llama_seq_id seq_id) {
@@ -804,6 +446,22 @@ int32_t llama_snapkv_get_kept(const struct llama_context * ctx, llama_seq_id seq
     std::copy(positions.begin(), positions.end(), out);
 
     return positions.size();
+}
+
+int32_t llama_snapkv_get_rotated(const struct llama_context * ctx, llama_seq_id seq_id, llama_pos * out, int32_t n_max) {
+    const auto * snapkv = snapkv_get(*ctx, seq_id);
+    if (!snapkv) {
+        return -1;
+    }
+
+    const auto rotated = snapkv->get_rotated(seq_id, snapkv->get_order(seq_id));
+    if (n_max < (int32_t) rotated.size()) {
+        return -1;
+    }
+
+    std::copy(rotated.begin(), rotated.end(), out);
+
+    return rotated.size();
 }
 
 int32_t llama_snapkv_get_queries(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, int32_t ir, float * out, size_t n_max) {

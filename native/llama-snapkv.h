@@ -9,8 +9,13 @@
 //   llama_snapkv_compact(ctx, 0, NULL, &stats); // the pass
 //   llama_decode        (ctx, next token);      // as always, at the position after the prompt
 //
+// A prompt longer than the cells, or an answer:
+//
+//   llama_snapkv_prefill(ctx, 0, tokens, n_tokens, &prefill_params, &stats); // decodes, and makes room when the cells are full
+//
 // Words: a "cell" is one slot of the KV cache, shared by all layers. The "window" are the last n_window tokens of the
 // sequence: their queries look. The "frontier" is the position that all kept cells before the window share after a pass.
+// A "probe" are tokens that look in the place of the last ones, and are taken back: the question, while the text is read.
 
 #pragma once
 
@@ -36,6 +41,12 @@ extern "C" {
         LLAMA_SNAPKV_RULE_COUNT,
     };
 
+    // positions of the kept cells, for the next tokens and for the model's RoPE
+    enum llama_snapkv_positions {
+        LLAMA_SNAPKV_POSITIONS_TRUE   = 0, // of the tokens: nothing is rotated, the model's trained context limits a prompt
+        LLAMA_SNAPKV_POSITIONS_PACKED = 1, // K is rotated to consecutive positions, so that a prompt may be of any length
+    };
+
     // > 0: a success that did nothing, < 0: a refusal or a failure
     enum llama_snapkv_status {
         LLAMA_SNAPKV_STATUS_OK                     =   0, // enabled, or compacted
@@ -57,12 +68,17 @@ extern "C" {
         LLAMA_SNAPKV_STATUS_UNSUPPORTED_QUERIES    = -13, // a layer reads its cache in a way that shows no queries
         LLAMA_SNAPKV_STATUS_NOT_EMPTY              = -14, // llama_snapkv_init() on a context that already holds tokens
         LLAMA_SNAPKV_STATUS_NOT_OBSERVED           = -15, // rule h2o: the attention of some tokens was not added up, see llama_snapkv_observe()
+        LLAMA_SNAPKV_STATUS_UNSUPPORTED_POSITIONS  = -16, // packed positions: the model has no RoPE, or one that is not rotated by one number (M-RoPE, MLA)
+        LLAMA_SNAPKV_STATUS_NOT_PACKED             = -17, // packed positions: the restored sequence was compacted without them
+        LLAMA_SNAPKV_STATUS_NO_ROOM                = -18, // the cells do not hold the budget, the probe and one more token
+        LLAMA_SNAPKV_STATUS_BEYOND_CONTEXT         = -24, // the prompt goes beyond the model's context, see llama_snapkv_n_pos_max()
 
         // failures
         LLAMA_SNAPKV_STATUS_FAILED_RESERVE         = -19, // llama_snapkv_init() ran out of memory
         LLAMA_SNAPKV_STATUS_ABORTED                = -20, // the abort callback stopped the scores, nothing was changed
         LLAMA_SNAPKV_STATUS_FAILED_COMPUTE         = -21, // the scores could not be computed, nothing was changed
-        LLAMA_SNAPKV_STATUS_SEQUENCE_LOST          = -22, // stopped in the middle of the moves, the sequence was removed: decode it again
+        LLAMA_SNAPKV_STATUS_SEQUENCE_LOST          = -22, // failed in the middle of the moves or of a prefill, the sequence was removed: decode it again
+        LLAMA_SNAPKV_STATUS_CANCELLED              = -23, // a callback stopped the prefill, the sequence was removed
     };
 
     struct llama_snapkv_params {
@@ -71,8 +87,9 @@ extern "C" {
         uint32_t n_recent; // last cells that are kept in any case, 0: n_window, else n_window <= n_recent
         uint32_t n_kernel; // pooling width, odd
 
-        enum llama_snapkv_pool pool;
-        enum llama_snapkv_rule rule;
+        enum llama_snapkv_pool      pool;
+        enum llama_snapkv_rule      rule;
+        enum llama_snapkv_positions positions; // the same in all calls
     };
 
     struct llama_snapkv_stats {
@@ -151,6 +168,72 @@ extern "C" {
             const struct llama_snapkv_params * params,
                   struct llama_snapkv_stats * stats);
 
+    // the pass for a sequence that is still being read, down to the budget, by the queries of a probe
+    // decodes the probe after the sequence, in cells that must be free, runs the pass, and takes the probe back; n_recent are
+    // the last cells before the probe
+    // n_probe = 0, or a rule that needs no queries: no probe, the sequence's last tokens look
+    // params, stats: as in llama_snapkv_compact(), the budget without the probe; the logits of the last decode are lost
+    LLAMA_API enum llama_snapkv_status llama_snapkv_make_room(
+                 struct llama_context       * ctx,
+                       llama_seq_id           seq_id,
+            const      llama_token          * probe,
+                       uint32_t               n_probe,
+            const struct llama_snapkv_params * params,
+                  struct llama_snapkv_stats * stats);
+
+    // called after each batch, with the tokens done and the tokens to do; false stops the prefill
+    typedef bool (*llama_snapkv_progress)(uint32_t n_done, uint32_t n_tokens, void * user_data);
+
+    struct llama_snapkv_prefill_params {
+        const struct llama_snapkv_params * params; // of the passes, NULL for those of llama_snapkv_init()
+
+        uint32_t n_cells; // that the sequence may take, 0: what the cache has
+        uint32_t n_chunk; // tokens between two passes, if the cells have room for so many: at least one pass per n_chunk tokens
+                          // once the cells are full
+
+        const llama_token * probe; // NULL: the last n_probe tokens of the prompt
+        uint32_t n_probe;          // 0: none, what was read last looks
+
+        bool logits_all; // of all tokens of a batch, to be read in the callback, else of the last token of the prompt
+
+        llama_snapkv_progress progress; // can be NULL
+        void * progress_user_data;
+    };
+
+    struct llama_snapkv_prefill_stats {
+        uint32_t n_tokens;
+        uint32_t n_passes;
+        uint32_t n_evicted; // cells released by the passes
+        uint32_t n_cells;   // in use at the end
+
+        int64_t t_decode_us; // of the prompt, all but the next two
+        int64_t t_probe_us;
+        int64_t t_pass_us;
+        int64_t t_total_us;
+    };
+
+    // chunk 1024, probe 32 tokens
+    LLAMA_API struct llama_snapkv_prefill_params llama_snapkv_prefill_default_params(void);
+
+    // decode the tokens after what the sequence holds, and make room whenever the next ones would not fit
+    // a prompt that fits is decoded as llama_decode() would in batches of n_batch, with the same logits bit for bit
+    // does not run the pass at the end
+    // after a refusal nothing is changed; after any other failure, and if it is stopped, the sequence is removed
+    LLAMA_API enum llama_snapkv_status llama_snapkv_prefill(
+                 struct llama_context               * ctx,
+                       llama_seq_id                   seq_id,
+            const      llama_token                  * tokens,
+                       uint32_t                       n_tokens,
+            const struct llama_snapkv_prefill_params * params,
+                  struct llama_snapkv_prefill_stats * stats);
+
+    // tokens that can be decoded now without a pass: free cells, at most n_cells (0: what the cache has) less those in use
+    LLAMA_API int32_t llama_snapkv_n_room(const struct llama_context * ctx, llama_seq_id seq_id, uint32_t n_cells);
+
+    // tokens that a sequence may have: with packed positions any number, else as many as the model was trained for, more if
+    // the context scales RoPE
+    LLAMA_API int32_t llama_snapkv_n_pos_max(const struct llama_context * ctx);
+
     // for rule h2o, which must be that of llama_snapkv_init(): add up the attention of the tokens since the last call, all
     // layers; the query ring then takes n_ubatch tokens, and no more may be decoded between two calls
     // the pass does the same for the last tokens; what is removed from the sequence, or restored, is forgotten with all sums
@@ -163,6 +246,10 @@ extern "C" {
 
     // cells of the sequence in the compacted cache
     LLAMA_API int32_t llama_snapkv_n_cells(const struct llama_context * ctx, llama_seq_id seq_id);
+
+    // tokens that the sequence has read: with packed positions more than llama_memory_seq_pos_max() + 1
+    // of a restored packed sequence the difference is lost
+    LLAMA_API int32_t llama_snapkv_n_tokens(const struct llama_context * ctx, llama_seq_id seq_id);
 
     // the position that the kept cells before the window share, -1 if the sequence is whole or SnapKV is not enabled
     // positions at or below it cannot be removed without removing the whole sequence
@@ -216,6 +303,10 @@ extern "C" {
 
     // the same, converted to F32 [n_cells, n_head_kv, n_embd_head]; returns elements
     LLAMA_API int64_t llama_snapkv_get_rows_f32(struct llama_context * ctx, llama_seq_id seq_id, int32_t i, int32_t it, float * out, size_t n_max);
+
+    // positions that the sequence's rows of K are rotated to, in the order of the cells; 0 if they are not known: packed
+    // positions only, of which each KV head's rows have the same
+    LLAMA_API int32_t llama_snapkv_get_rotated(const struct llama_context * ctx, llama_seq_id seq_id, llama_pos * out, int32_t n_max);
 
     // name and version of this interface, and the mark of its patches in llama.cpp's sources
     LLAMA_API const char * llama_snapkv_build_info(void);

@@ -159,7 +159,7 @@ private:
 };
 
 // kinds of inputs, the first number of their keys
-enum input_kind { INPUT_Q_ROWS, INPUT_K_ROWS, INPUT_MASK, INPUT_SRC, INPUT_DST };
+enum input_kind { INPUT_Q_ROWS, INPUT_K_ROWS, INPUT_MASK, INPUT_SRC, INPUT_DST, INPUT_SHIFT, INPUT_HADAMARD };
 
 // t seen as rows of ne0 elements of another type, [ne0, ne1], same bytes
 ggml_tensor * view_as_rows(ggml_context * ctx, ggml_tensor * t, ggml_type type, int64_t ne0, int64_t ne1) {
@@ -402,8 +402,11 @@ ggml_status snapkv_compute_moves(
         llama_seq_id    seq_id,
         const snapkv_order & order,
         const std::vector<std::vector<std::vector<uint32_t>>> & keep,
-        const std::vector<uint32_t> & dst) {
+        const std::vector<uint32_t> & dst,
+        const std::vector<llama_pos> & rotated) {
     const uint32_t n_dst = dst.size();
+
+    const auto * hadamard = snapkv.get_hadamard();
 
     const int64_t kv_size = snapkv.get_kv_size();
 
@@ -425,7 +428,9 @@ ggml_status snapkv_compute_moves(
 
             // what moves as one row: a head of a cell, read as 32-bit words so that no bit changes;
             // for the transposed V, and for quantized heads of odd size, which are no words, the elements themselves
-            const bool is_words = !trans && n_bytes_head % sizeof(float) == 0;
+            // as elements also what is rotated on its way
+            const bool is_rotated = !rotated.empty() && snapkv.has_rope(t);
+            const bool is_words   = !trans && !is_rotated && n_bytes_head % sizeof(float) == 0;
 
             const ggml_type type = is_words ? GGML_TYPE_F32 : cache->type;
 
@@ -436,7 +441,7 @@ ggml_status snapkv_compute_moves(
 
             // units do not touch each other, so a slice of them may overwrite its own sources once it has read them all;
             // a unit that is too much for one slice is cut into shorter rows
-            const auto n_bytes_unit = [&]() { return n_dst*(sizeof(float)*n_row + sizeof(int32_t) + sizeof(int64_t)); };
+            const auto n_bytes_unit = [&]() { return n_dst*(sizeof(float)*n_row*(is_rotated ? 2 : 1) + sizeof(int32_t) + sizeof(int64_t)); };
 
             while (is_words && n_row % 2 == 0 && n_bytes_unit() > SNAPKV_N_BYTES_SLICE) {
                 n_row  /= 2;
@@ -453,7 +458,7 @@ ggml_status snapkv_compute_moves(
             for (uint32_t u0 = 0; u0 < n_unit; u0 += nu_slice) {
                 const uint32_t nu = std::min(nu_slice, n_unit - u0);
 
-                const auto status = run.flush_if_full(8);
+                const auto status = run.flush_if_full(20);
                 if (status != GGML_STATUS_SUCCESS) {
                     return status;
                 }
@@ -478,6 +483,25 @@ ggml_status snapkv_compute_moves(
                 ggml_tensor * rows = view_as_rows(ctx, cache, type, n_row, n_unit*kv_size);
 
                 ggml_tensor * cur = ggml_get_rows(ctx, rows, idx_src);
+
+                if (is_rotated) {
+                    ggml_tensor * shift = run.input<int32_t>(GGML_TYPE_I32, { INPUT_SHIFT, i, it, u0 }, (int64_t) n_dst*nu, 1, [&](int32_t * data) {
+                        for (uint32_t u = u0; u < u0 + nu; ++u) {
+                            for (uint32_t k = 0; k < n_dst; ++k) {
+                                *data++ = snapkv.pos_packed + (llama_pos) k - rotated[keep[i][u][k]];
+                            }
+                        }
+                    });
+                    ggml_tensor * rot = nullptr;
+                    if (hadamard) {
+                        const int64_t n_rot = std::lround(std::sqrt(hadamard->size()));
+                        rot = run.input<float>(GGML_TYPE_F32, { INPUT_HADAMARD }, n_rot, n_rot, [&](float * data) {
+                            std::copy(hadamard->begin(), hadamard->end(), data);
+                        });
+                    }
+                    cur = snapkv.rotate(lctx, ctx, t, cur, shift, rot);
+                }
+
                 cur = ggml_set_rows(ctx, rows, cur, idx_dst);
 
                 run.expand(cur, cache->buffer);

@@ -28,10 +28,12 @@ ggml_status snapkv_compute_scores(
 
 // rows of the cells order[keep[layer][head][j]] go to the cells dst[j], as they are stored
 // keep: by layer and KV head, ascending; the source cells can be overwritten
+// rotated: positions that the K rows of the order are rotated to, those in dst are then rotated to snapkv.pos_packed + j; empty: as they are stored
 ggml_status snapkv_compute_moves(
         llama_context & lctx,
         llama_snapkv  & snapkv,
         llama_seq_id    seq_id,
         const std::vector<std::pair<llama_pos, uint32_t>> & order,
         const std::vector<std::vector<std::vector<uint32_t>>> & keep,
-        const std::vector<uint32_t> & dst);
+        const std::vector<uint32_t> & dst,
+        const std::vector<llama_pos> & rotated);

@@ -1,5 +1,6 @@
 #include "snapkv-hooks.h"
 
+#include "llama-context.h"
 #include "llama-graph.h"
 #include "llama-impl.h"
 #include "llama-kv-cache-dsa-iswa.h"
@@ -13,11 +14,12 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <new>
 
-llama_snapkv::llama_snapkv(llama_kv_cache & kv, llama_kv_cache * kv_idx, llama_snapkv_params params, uint32_t n_queries, uint32_t n_seq_max) :
-    kv(kv), kv_idx(kv_idx), params(params), n_ring(n_queries + N_RING_SLACK), seqs(n_seq_max) {
+llama_snapkv::llama_snapkv(llama_kv_cache & kv, llama_kv_cache * kv_idx, llama_snapkv_params params, uint32_t n_queries, uint32_t n_seq_max, uint32_t n_swa) :
+    kv(kv), kv_idx(kv_idx), params(params), pos_packed(n_swa), n_ring(n_queries + N_RING_SLACK), seqs(n_seq_max) {
     for (auto & seq : seqs) {
         seq.ring.assign(n_ring, -1);
     }
@@ -354,8 +356,7 @@ bool llama_snapkv::on_seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
         }
 
         if (p0 <= seq.frontier && (p1 < 0 || p0 < p1)) {
-            seq.frontier = -1;
-            seq.kept.reset();
+            seq.set_whole();
         }
 
         // what the removed tokens attended to is in the sums of the others
@@ -369,8 +370,7 @@ bool llama_snapkv::on_seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
 
 void llama_snapkv::on_clear() {
     for (auto & seq : seqs) {
-        seq.frontier = -1;
-        seq.kept.reset();
+        seq.set_whole();
         seq.forget_observed();
         std::fill(seq.ring.begin(), seq.ring.end(), -1);
     }
@@ -389,8 +389,7 @@ void llama_snapkv::on_seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, l
 
     const bool is_replaced = kv.get_stream(seq_id_src) != kv.get_stream(seq_id_dst);
     if (is_replaced) {
-        dst.frontier = -1;
-        dst.kept.reset();
+        dst.set_whole();
     }
 
     if (!has_seq(seq_id_src)) {
@@ -401,17 +400,18 @@ void llama_snapkv::on_seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, l
 
     const bool is_copied = src.frontier >= 0 && (is_replaced || (p0 <= src.frontier && (p1 < 0 || p1 > src.frontier)));
     if (is_copied && src.frontier > dst.frontier) {
-        dst.frontier = src.frontier;
-        dst.pos_end  = src.pos_end;
-        dst.kept     = kv.seq_pos_max(seq_id_dst) < 0 || is_replaced ? src.kept : nullptr;
+        dst.frontier  = src.frontier;
+        dst.pos_end   = src.pos_end;
+        dst.n_shift   = src.n_shift;
+        dst.is_packed = src.is_packed;
+        dst.kept      = kv.seq_pos_max(seq_id_dst) < 0 || is_replaced ? src.kept : nullptr;
     }
 }
 
 void llama_snapkv::on_seq_keep(llama_seq_id seq_id) {
     for (size_t s = 0; s < seqs.size(); ++s) {
         if ((llama_seq_id) s != seq_id && kv.get_stream(s) == kv.get_stream(seq_id)) {
-            seqs[s].frontier = -1;
-            seqs[s].kept.reset();
+            seqs[s].set_whole();
             seqs[s].forget_observed();
             std::fill(seqs[s].ring.begin(), seqs[s].ring.end(), -1);
         }
@@ -429,12 +429,22 @@ void llama_snapkv::on_state_read(llama_seq_id seq_id) {
         // the state holds no queries
         std::fill(seq.ring.begin(), seq.ring.end(), -1);
         seq.forget_observed();
-        seq.kept.reset();
+        seq.set_whole();
 
         // a whole sequence starts at 0, a compacted one at its frontier: n > n_budget > n_window, so it is never 0
         const llama_pos pos_min = kv.seq_pos_min(s);
-        seq.frontier = pos_min > 0 ? pos_min : -1;
+        if (pos_min <= 0) {
+            continue;
+        }
+
+        seq.frontier = pos_min;
         seq.pos_end  = std::min(pos_min + 1 + (llama_pos) params.n_window, kv.seq_pos_max(s) + 1);
+
+        // not packed, some are missing before the frontier
+        const auto & order = get_cells(s).seq_pos_get(s);
+        const auto   n_merged = std::count_if(order.begin(), order.end(), [&](const auto & cur) { return cur.first == pos_min; });
+
+        seq.is_packed = pos_min + 1 - n_merged == pos_packed;
     }
 }
 
@@ -497,7 +507,7 @@ std::vector<llama_pos> llama_snapkv::get_positions(llama_seq_id seq_id, const st
 
     size_t n_merged = 0;
     for (const auto & [pos, cell] : order) {
-        res.push_back(pos);
+        res.push_back(pos + seq.n_shift);
         n_merged += pos <= seq.frontier;
     }
 
@@ -512,6 +522,76 @@ std::vector<llama_pos> llama_snapkv::get_positions(llama_seq_id seq_id, const st
     }
 
     return res;
+}
+
+std::vector<llama_pos> llama_snapkv::get_rotated(llama_seq_id seq_id, const std::vector<std::pair<llama_pos, uint32_t>> & order) const {
+    const auto & seq = seqs[seq_id];
+
+    const size_t n_merged = std::count_if(order.begin(), order.end(), [&](const auto & cur) { return cur.first <= seq.frontier; });
+    if (n_merged > 0 && !seq.is_packed) {
+        return {};
+    }
+
+    std::vector<llama_pos> res;
+    for (size_t j = 0; j < order.size(); ++j) {
+        res.push_back(j < n_merged ? seq.frontier + 1 - (llama_pos) (n_merged - j) : order[j].first);
+    }
+
+    return res;
+}
+
+bool llama_snapkv::can_rotate() const {
+    const bool is_plain = kv.hparams.rope_type == LLAMA_ROPE_TYPE_NORM || kv.hparams.rope_type == LLAMA_ROPE_TYPE_NEOX;
+
+    // MLA rotates the end of its rows only
+    return is_plain && kv.hparams.n_lora_kv == 0 && !kv_idx;
+}
+
+bool llama_snapkv::has_rope(const tensor & t) const {
+    return !t.info.is_v && kv.hparams.has_rope(t.info.il);
+}
+
+ggml_tensor * llama_snapkv::rotate(const llama_context & lctx, ggml_context * ctx, const tensor & t, ggml_tensor * rows, ggml_tensor * shift, ggml_tensor * hadamard) const {
+    const auto & cparams = lctx.get_cparams();
+
+    const uint32_t il = t.info.il;
+
+    const float freq_base  = kv.model.get_rope_freq_base (cparams, il);
+    const float freq_scale = kv.model.get_rope_freq_scale(cparams, il);
+
+    // K has its magnitude already: what YaRN would multiply it with is cancelled
+    const float attn_factor = cparams.yarn_ext_factor != 0.0f ? 1.0f/(1.0f + 0.1f*logf(1.0f/freq_scale)) : 1.0f;
+
+    const auto multiply = [&](ggml_tensor * cur) {
+        if (!hadamard) {
+            return cur;
+        }
+        ggml_tensor * res = ggml_mul_mat(ctx, hadamard, ggml_reshape_2d(ctx, cur, hadamard->ne[0], ggml_nelements(cur)/hadamard->ne[0]));
+        return ggml_reshape_2d(ctx, res, cur->ne[0], cur->ne[1]);
+    };
+
+    ggml_tensor * cur = multiply(rows);
+
+    cur = ggml_reshape_3d(ctx, cur, cur->ne[0], 1, cur->ne[1]);
+    cur = ggml_rope_ext(ctx, cur, shift, kv.model.get_rope_factors(cparams, il), kv.hparams.n_rot(il), kv.hparams.rope_type,
+            cparams.n_ctx_orig_yarn, freq_base, freq_scale, cparams.yarn_ext_factor, attn_factor, cparams.yarn_beta_fast, cparams.yarn_beta_slow);
+    cur = ggml_reshape_2d(ctx, cur, cur->ne[0], cur->ne[2]);
+
+    return multiply(cur);
+}
+
+const std::vector<float> * llama_snapkv::get_hadamard() const {
+    if (!kv.attn_rot_k) {
+        return nullptr;
+    }
+
+    // as in llama_kv_cache::build_input_k_rot()
+    int64_t n = 128;
+    while (kv.n_embd_head_k_all % n == 0) {
+        n *= 2;
+    }
+
+    return &kv.attn_rot_hadamard.at(n/2);
 }
 
 uint32_t llama_snapkv::get_i_head(uint32_t i) const {
@@ -562,18 +642,20 @@ uint32_t llama_snapkv::get_kv_size() const {
     return kv.get_size();
 }
 
-void llama_snapkv::set_compacted(
+llama_pos llama_snapkv::set_compacted(
         llama_seq_id seq_id,
         const std::vector<std::pair<llama_pos, uint32_t>> & order,
         const std::vector<uint32_t> & dst,
         uint32_t n_tail,
+        bool     is_packed,
         std::shared_ptr<const kept_positions> kept) {
     const size_t    n_src    = order.size();
     const size_t    n_dst    = dst.size();
-    const llama_pos pos_max  = order.back().first;
+    const llama_pos pos_max  = is_packed ? pos_packed + (llama_pos) n_dst - 1 : order.back().first;
     const llama_pos frontier = pos_max - (llama_pos) n_tail;
 
-    const auto ring = seqs[seq_id].ring;
+    const auto ring    = seqs[seq_id].ring;
+    const auto n_shift = seqs[seq_id].n_shift + order.back().first - pos_max;
 
     for (llama_kv_cache * cur : { &kv, kv_idx }) {
         if (!cur) {
@@ -594,7 +676,7 @@ void llama_snapkv::set_compacted(
         for (size_t j = 0; j < n_dst; ++j) {
             const bool is_tail = j >= n_dst - n_tail;
 
-            cells.pos_set(dst[j], is_tail ? order[n_src - n_dst + j].first : frontier);
+            cells.pos_set(dst[j], is_tail ? pos_max - (llama_pos) (n_dst - 1 - j) : frontier);
             cells.ext_set(dst[j], exts[j]);
             cells.seq_add(dst[j], seq_id);
         }
@@ -602,12 +684,19 @@ void llama_snapkv::set_compacted(
 
     auto & seq = seqs[seq_id];
 
-    seq.frontier = frontier;
-    seq.pos_end  = pos_max + 1;
-    seq.kept     = std::move(kept);
-    seq.ring     = ring;
-}
+    seq.frontier  = frontier;
+    seq.pos_end   = pos_max + 1;
+    seq.n_shift   = n_shift;
+    seq.is_packed = is_packed;
+    seq.kept      = std::move(kept);
 
+    // the queries of packed cells are rotated to the positions that they had
+    if (pos_max == order.back().first) {
+        seq.ring = ring;
+    }
+
+    return pos_max;
+}
 
 llama_snapkv_status llama_snapkv::check_cache(const llama_kv_cache & kv) {
     if (kv.other) {

@@ -15,6 +15,8 @@
 struct llm_graph_context;
 struct llama_ubatch;
 
+struct llama_context;
+
 class llama_kv_cache;
 class llama_kv_cells;
 class llama_memory_recurrent;
@@ -61,6 +63,11 @@ struct llama_snapkv {
         llama_pos frontier = -1;
         llama_pos pos_end  =  0; // after the prompt that it was compacted for, with a frontier
 
+        // how far the cells' positions are behind those of the tokens, and whether the rows up to the frontier are rotated to
+        // the consecutive positions that end there
+        llama_pos n_shift   = 0;
+        bool      is_packed = false;
+
         std::vector<llama_pos> ring; // position whose query is in the row, -1: none
 
         std::shared_ptr<const kept_positions> kept; // null: not known
@@ -75,12 +82,20 @@ struct llama_snapkv {
             observed.clear();
             pos_observed = 0;
         }
+
+        void set_whole() {
+            frontier  = -1;
+            n_shift   = 0;
+            is_packed = false;
+            kept.reset();
+        }
     };
 
     // kv_idx: cache of the indexer's keys, whose cells are those of kv, null: none
     // n_queries: tokens whose queries the ring takes
+    // n_swa: sliding window of the model's other layers, 0: none
     // allocates the ring, throws std::bad_alloc
-    llama_snapkv(llama_kv_cache & kv, llama_kv_cache * kv_idx, llama_snapkv_params params, uint32_t n_queries, uint32_t n_seq_max);
+    llama_snapkv(llama_kv_cache & kv, llama_kv_cache * kv_idx, llama_snapkv_params params, uint32_t n_queries, uint32_t n_seq_max, uint32_t n_swa);
 
     // parts of a context's memory, null if it has none such
     struct caches {
@@ -152,6 +167,22 @@ struct llama_snapkv {
     // original positions of the sequence's rows in (layer i, KV head ih), empty if not known
     std::vector<llama_pos> get_positions(llama_seq_id seq_id, const std::vector<std::pair<llama_pos, uint32_t>> & order, uint32_t i, uint32_t ih) const;
 
+    // positions that the sequence's K rows are rotated to, empty if not known: compacted without packing
+    std::vector<llama_pos> get_rotated(llama_seq_id seq_id, const std::vector<std::pair<llama_pos, uint32_t>> & order) const;
+
+    // whether rows of K can be rotated to other positions
+    bool can_rotate() const;
+
+    // whether those of this tensor must be
+    bool has_rope(const tensor & t) const;
+
+    // F32 rows of the tensor, [n_embd_head, n], rotated further by I32 [n] positions
+    // hadamard: see get_hadamard(), null if there is none
+    ggml_tensor * rotate(const llama_context & lctx, ggml_context * ctx, const tensor & t, ggml_tensor * rows, ggml_tensor * shift, ggml_tensor * hadamard) const;
+
+    // the matrix, its own inverse, that a quantized K is multiplied with after RoPE, [n, n], null if it is not
+    const std::vector<float> * get_hadamard() const;
+
     // index of (layer i, KV head 0) among all layers' KV heads; i = layers.size(): their number
     uint32_t get_i_head(uint32_t i) const;
 
@@ -165,12 +196,15 @@ struct llama_snapkv {
     bool     is_transposed(const tensor & t) const;
     uint32_t get_kv_size() const;
 
-    // the sequence's rows were moved into the cells dst (ascending; its own or free ones), kept: see kept_positions, n_tail: cells that keep their position
-    void set_compacted(
+    // the sequence's rows were moved into the cells dst (ascending; its own or free ones), kept: see kept_positions
+    // n_tail: last cells that have a position of their own, is_packed: consecutive positions from pos_packed on
+    // returns the new position of the last cell
+    llama_pos set_compacted(
             llama_seq_id seq_id,
             const std::vector<std::pair<llama_pos, uint32_t>> & order,
             const std::vector<uint32_t> & dst,
             uint32_t n_tail,
+            bool     is_packed,
             std::shared_ptr<const kept_positions> kept);
 
     // LLAMA_SNAPKV_STATUS_OK if this class of cache can be compacted
@@ -182,6 +216,9 @@ struct llama_snapkv {
     llama_kv_cache * kv_idx; // can be null
 
     const llama_snapkv_params params;
+
+    // first packed position: leaves room for those that sliding-window layers still hold before the kept ones
+    const llama_pos pos_packed;
 
     // raised by whatever resets the scheduler: graphs that were built before are not used again
     uint32_t generation = 0;

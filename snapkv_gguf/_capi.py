@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, get_args
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _lib
-from .config import Pool, ResolvedSnapKV, Rule
+from .config import Pool, Positions, ResolvedSnapKV, Rule
 
 
 class Status(IntEnum):
@@ -34,15 +35,22 @@ class Status(IntEnum):
     UNSUPPORTED_QUERIES = -13
     NOT_EMPTY = -14
     NOT_OBSERVED = -15
+    UNSUPPORTED_POSITIONS = -16
+    NOT_PACKED = -17
+    NO_ROOM = -18
     FAILED_RESERVE = -19
     ABORTED = -20
     FAILED_COMPUTE = -21
     SEQUENCE_LOST = -22
+    CANCELLED = -23
+    BEYOND_CONTEXT = -24
 
 
 POOL_TYPES: dict[Pool, int] = {"avg": 0, "max": 1}
 
 RULES: dict[Rule, int] = {name: i for i, name in enumerate(get_args(Rule))}
+
+POSITIONS: dict[Positions, int] = {name: i for i, name in enumerate(get_args(Positions))}
 
 
 class Params(ctypes.Structure):
@@ -55,13 +63,14 @@ class Params(ctypes.Structure):
         ("n_kernel", ctypes.c_uint32),
         ("pool", ctypes.c_int),
         ("rule", ctypes.c_int),
+        ("positions", ctypes.c_int),
     ]
 
     @classmethod
     def of(cls, settings: ResolvedSnapKV) -> Params:
         """The struct for settings in cells."""
-        pool, rule = POOL_TYPES[settings.pool], RULES[settings.rule]
-        return cls(settings.budget, settings.window, settings.recent, settings.kernel, pool, rule)
+        names = (POOL_TYPES[settings.pool], RULES[settings.rule], POSITIONS[settings.positions])
+        return cls(settings.budget, settings.window, settings.recent, settings.kernel, *names)
 
 
 class Stats(ctypes.Structure):
@@ -88,6 +97,49 @@ class Stats(ctypes.Structure):
         ("t_score_us", ctypes.c_int64),
         ("t_select_us", ctypes.c_int64),
         ("t_move_us", ctypes.c_int64),
+        ("t_total_us", ctypes.c_int64),
+    ]
+
+
+#: Called with the tokens done and the tokens to do; False stops the prefill.
+Progress = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p)
+
+
+class PrefillParams(ctypes.Structure):
+    """struct llama_snapkv_prefill_params."""
+
+    _fields_ = [
+        ("params", ctypes.POINTER(Params)),
+        ("n_cells", ctypes.c_uint32),
+        ("n_chunk", ctypes.c_uint32),
+        ("probe", ctypes.POINTER(ctypes.c_int32)),
+        ("n_probe", ctypes.c_uint32),
+        ("logits_all", ctypes.c_bool),
+        ("progress", Progress),
+        ("progress_user_data", ctypes.c_void_p),
+    ]
+
+
+class PrefillStats(ctypes.Structure):
+    """struct llama_snapkv_prefill_stats."""
+
+    n_tokens: int
+    n_passes: int
+    n_evicted: int
+    n_cells: int
+    t_decode_us: int
+    t_probe_us: int
+    t_pass_us: int
+    t_total_us: int
+
+    _fields_ = [
+        ("n_tokens", ctypes.c_uint32),
+        ("n_passes", ctypes.c_uint32),
+        ("n_evicted", ctypes.c_uint32),
+        ("n_cells", ctypes.c_uint32),
+        ("t_decode_us", ctypes.c_int64),
+        ("t_probe_us", ctypes.c_int64),
+        ("t_pass_us", ctypes.c_int64),
         ("t_total_us", ctypes.c_int64),
     ]
 
@@ -199,6 +251,18 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "supported": (ctypes.c_int, [_ctx]),
     "init": (ctypes.c_int, [_ctx, Params]),
     "compact": (ctypes.c_int, [_ctx, _seq, ctypes.POINTER(Params), ctypes.POINTER(Stats)]),
+    "make_room": (
+        ctypes.c_int,
+        [_ctx, _seq, _i32_p, ctypes.c_uint32, ctypes.POINTER(Params), ctypes.POINTER(Stats)],
+    ),
+    "prefill_default_params": (PrefillParams, []),
+    "prefill": (
+        ctypes.c_int,
+        [_ctx, _seq, _i32_p, ctypes.c_uint32, ctypes.POINTER(PrefillParams), ctypes.POINTER(PrefillStats)],
+    ),
+    "n_room": (_i32, [_ctx, _seq, ctypes.c_uint32]),
+    "n_pos_max": (_i32, [_ctx]),
+    "n_tokens": (_i32, [_ctx, _seq]),
     "observe": (ctypes.c_int, [_ctx, _seq]),
     "get_observed": (ctypes.c_int64, [_ctx, _seq, _f64_p, ctypes.c_size_t]),
     "set_observed": (ctypes.c_bool, [_ctx, _seq, _f64_p, ctypes.c_size_t]),
@@ -211,6 +275,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "get_reader": (ctypes.c_bool, [_ctx, _i32, _i32, ctypes.POINTER(_Reader)]),
     "get_cells": (_i32, [_ctx, _seq, _i32_p, _i32_p, _i32]),
     "get_kept": (_i32, [_ctx, _seq, _i32, _i32, _i32_p, _i32]),
+    "get_rotated": (_i32, [_ctx, _seq, _i32_p, _i32]),
     "get_queries": (_i32, [_ctx, _seq, _i32, _i32, _f32_p, ctypes.c_size_t]),
     "get_scores": (ctypes.c_int64, [_ctx, _seq, _i32, ctypes.c_uint32, _f32_p, ctypes.c_size_t]),
     "get_rows_raw": (ctypes.c_int64, [_ctx, _seq, _i32, _i32, _u8_p, ctypes.c_size_t]),
@@ -243,6 +308,12 @@ def paper_params() -> Params:
     """The library's setting of the paper."""
     params: Params = _c["paper_params"]()
     return params
+
+
+def prefill_default_params() -> PrefillParams:
+    """What :func:`prefill` does if nothing else is said."""
+    found: PrefillParams = _c["prefill_default_params"]()
+    return found
 
 
 def params_check(params: Params) -> str:
@@ -280,6 +351,82 @@ def compact(ctx: Any, seq_id: int, params: Params | None = None) -> tuple[Status
     stats = Stats()
     status = _c["compact"](ctx, seq_id, None if params is None else ctypes.byref(params), ctypes.byref(stats))
     return Status(status), stats
+
+
+def make_room(
+    ctx: Any, seq_id: int, probe: Sequence[int] = (), params: Params | None = None
+) -> tuple[Status, Stats]:
+    """The pass for a sequence that is still being read, by the queries of the probe, which is taken back."""
+    stats = Stats()
+    tokens = (ctypes.c_int32 * len(probe))(*probe)
+    override = None if params is None else ctypes.byref(params)
+    status = _c["make_room"](ctx, seq_id, tokens, len(probe), override, ctypes.byref(stats))
+    return Status(status), stats
+
+
+def prefill(
+    ctx: Any,
+    seq_id: int,
+    tokens: Sequence[int],
+    *,
+    params: Params | None = None,
+    cells: int = 0,
+    chunk: int = 1024,
+    probe: int | Sequence[int] = 32,
+    logits_all: bool = False,
+    progress: Callable[[int, int], bool] | None = None,
+) -> tuple[Status, PrefillStats]:
+    """Decode the tokens after what the sequence holds, and make room whenever the next ones would not fit.
+
+    Args:
+        params: Of the passes, None for those of :func:`init`.
+        cells: Cells that the sequence may take, 0 for what the cache has.
+        chunk: Tokens between two passes.
+        probe: Last tokens of the prompt that look while it is read, or tokens of their own.
+        logits_all: Of all tokens, to be read in ``progress``.
+        progress: Called with the tokens done and the tokens to do after each batch; false stops. What it raises is
+            raised here, after the sequence was removed.
+    """
+    raised: list[BaseException] = []
+
+    def call(done: int, total: int, _: object) -> bool:
+        try:
+            return progress is None or bool(progress(done, total))
+        except BaseException as error:  # not through C
+            raised.append(error)
+            return False
+
+    array = (ctypes.c_int32 * len(tokens))(*tokens)
+    own = None if isinstance(probe, int) else (ctypes.c_int32 * max(len(probe), 1))(*probe)
+    settings = PrefillParams(
+        params=None if params is None else ctypes.pointer(params),
+        n_cells=cells,
+        n_chunk=chunk,
+        probe=None if own is None else ctypes.cast(own, ctypes.POINTER(ctypes.c_int32)),
+        n_probe=probe if isinstance(probe, int) else len(probe),
+        logits_all=logits_all,
+        progress=Progress(call),
+    )
+    stats = PrefillStats()
+    status = _c["prefill"](ctx, seq_id, array, len(tokens), ctypes.byref(settings), ctypes.byref(stats))
+    if raised:
+        raise raised[0]
+    return Status(status), stats
+
+
+def n_room(ctx: Any, seq_id: int, cells: int = 0) -> int:
+    """Tokens that can be decoded now without a pass; ``cells`` that the sequence may take, 0 for what the cache has."""
+    return int(_c["n_room"](ctx, seq_id, cells))
+
+
+def n_pos_max(ctx: Any) -> int:
+    """Tokens that a sequence of this context may have, whatever its cells."""
+    return int(_c["n_pos_max"](ctx))
+
+
+def n_tokens(ctx: Any, seq_id: int) -> int:
+    """Tokens that the sequence has read: with packed positions more than its last position tells."""
+    return int(_c["n_tokens"](ctx, seq_id))
 
 
 def observe(ctx: Any, seq_id: int) -> Status:
@@ -352,6 +499,12 @@ def kept(ctx: Any, seq_id: int, i: int, ih: int) -> npt.NDArray[np.int32]:
     n = n_cells(ctx, seq_id)
     out = np.empty(n, np.int32)
     return out[: _filled(_c["get_kept"](ctx, seq_id, i, ih, out.ctypes.data_as(_i32_p), n), n)]
+
+
+def rotated(ctx: Any, seq_id: int) -> npt.NDArray[np.int32]:
+    """Positions that the rows of K are rotated to with packed positions: [n]; empty if they are not known."""
+    out = np.empty(max(n_cells(ctx, seq_id), 0), np.int32)
+    return out[: _filled(_c["get_rotated"](ctx, seq_id, out.ctypes.data_as(_i32_p), out.size))]
 
 
 def n_queries(ctx: Any, seq_id: int, i: int) -> int:

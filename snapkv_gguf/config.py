@@ -13,6 +13,9 @@ Pool = Literal["max", "avg"]
 # by their names in the library, in the order of enum llama_snapkv_rule
 Rule = Literal["snapkv", "shared", "first-recent", "random", "h2o"]
 
+# of the kept cells, in the order of enum llama_snapkv_positions
+Positions = Literal["true", "packed"]
+
 # types of K and V in llama.cpp
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 
@@ -47,6 +50,7 @@ class ResolvedSnapKV:
     kernel: int
     pool: Pool
     rule: Rule
+    positions: Positions
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,14 @@ class SnapKV:
             heads, which keep the same cells), ``"first-recent"`` (the first 4 and the most recent cells:
             StreamingLLM, arXiv:2309.17453), ``"random"``, ``"h2o"`` (attention of all tokens instead of the window's,
             arXiv:2306.14048, which costs about another prefill's attention; ``kernel`` and ``pool`` have no effect).
+        chunk: Tokens between two passes while a prompt is read that is longer than the context's cells, which are
+            then no limit: whenever the next chunk would not fit, the cells are compacted to the budget and reading
+            goes on; so are they when an answer has filled them. None: a prompt must fit into the cells.
+        probe: What looks at the text while it is read in chunks: a number of tokens at the prompt's end (int, 0 for
+            none: the chunk's own last tokens), or a text, such as the question.
+        positions: Of the kept cells. ``"true"``: those of their tokens, so that prompt and answer are limited by the
+            context that the model was trained for. ``"packed"``: after each pass the kept keys are rotated to
+            consecutive positions, so that there is no limit.
 
     Raises:
         TypeError: A field has the wrong type.
@@ -78,6 +90,9 @@ class SnapKV:
     pool: Pool = "max"
     recent: int | float = 0.5
     rule: Rule = "snapkv"
+    chunk: int | None = None
+    probe: int | str = 32
+    positions: Positions = "true"
 
     def __post_init__(self) -> None:
         budget = _number("budget", self.budget, "a number of cells (int) or a share of the prompt (float)")
@@ -99,7 +114,11 @@ class SnapKV:
             )
         if not 1 <= kernel <= MAX_CELLS or kernel % 2 == 0:
             raise ValueError(f"kernel={kernel}: must be odd, between 1 (no pooling) and {MAX_CELLS}, try 5 or 21")
-        for field, choice, names in (("pool", self.pool, get_args(Pool)), ("rule", self.rule, get_args(Rule))):
+        for field, choice, names in (
+            ("pool", self.pool, get_args(Pool)),
+            ("rule", self.rule, get_args(Rule)),
+            ("positions", self.positions, get_args(Positions)),
+        ):
             if choice not in names:
                 kind = ValueError if isinstance(choice, str) else TypeError
                 raise kind(f"{field}={choice!r}: must be {' or '.join(map(repr, names))}")
@@ -119,8 +138,20 @@ class SnapKV:
                 "lower it or give a share of the budget, such as recent=0.5"
             )
 
+        chunk = None if self.chunk is None else _integer("chunk", self.chunk, "a number of tokens (int) or None")
+        if chunk is not None and not 1 <= chunk <= MAX_CELLS:
+            raise ValueError(f"chunk={chunk}: must be between 1 and {MAX_CELLS} tokens, try 1024")
+        probe = self.probe
+        if not isinstance(probe, str):
+            probe = _integer("probe", probe, "a number of tokens (int) or a text (str)")
+            if not 0 <= probe <= MAX_WINDOW:
+                raise ValueError(f"probe={probe}: must be between 0 (none) and {MAX_WINDOW} tokens, try 32")
+        if self.positions == "packed" and isinstance(budget, int) and budget < window + 2:
+            raise ValueError(f"budget={budget}: must be at least window={window} and 2 more with packed positions")
+
         # numpy numbers become Python's, so that equal settings compare, print and pickle alike
-        for name, value in (("budget", budget), ("window", window), ("kernel", kernel), ("recent", recent)):
+        values = {"budget": budget, "window": window, "kernel": kernel, "recent": recent, "chunk": chunk, "probe": probe}
+        for name, value in values.items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -158,10 +189,11 @@ class SnapKV:
         of the budget is rounded down.
         """
         reserved = max(self.window, self.recent if isinstance(self.recent, int) else 0)
+        reserved += self.positions == "packed"
         budget = self.budget if isinstance(self.budget, int) else max(reserved + 1, round(self.budget * n_tokens))
         share = self.recent if isinstance(self.recent, int) else int(self.recent * budget)
         recent = min(max(self.window, share), budget - 1)
-        return ResolvedSnapKV(budget, self.window, recent, self.kernel, self.pool, self.rule)
+        return ResolvedSnapKV(budget, self.window, recent, self.kernel, self.pool, self.rule, self.positions)
 
 
 def _integer(name: str, value: Any, what: str) -> int:

@@ -1,0 +1,410 @@
+// prompts and answers longer than the cells: decode a chunk, let the probe look at what is there, keep the best of it, go on
+
+#include "llama-snapkv.h"
+
+#include "snapkv-pass.h"
+#include "snapkv-rules.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-kv-cache.h"
+#include "llama-memory-recurrent.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+struct llama_snapkv_prefill_params llama_snapkv_prefill_default_params(void) {
+    return {
+        /*.params             =*/ nullptr,
+        /*.n_cells            =*/ 0,
+        /*.n_chunk            =*/ 1024,
+        /*.probe              =*/ nullptr,
+        /*.n_probe            =*/ 32,
+        /*.logits_all         =*/ false,
+        /*.progress           =*/ nullptr,
+        /*.progress_user_data =*/ nullptr,
+    };
+}
+
+int32_t llama_snapkv_n_pos_max(const struct llama_context * ctx) {
+    const auto * snapkv = snapkv_get(*ctx);
+
+    if (snapkv && snapkv->params.positions == LLAMA_SNAPKV_POSITIONS_PACKED) {
+        return std::numeric_limits<int32_t>::max();
+    }
+
+    const auto & cparams = ctx->get_cparams();
+    const auto & hparams = ctx->get_model().hparams;
+
+    // with another base nobody but the user knows
+    if (cparams.rope_freq_base != hparams.rope_freq_base_train) {
+        return std::numeric_limits<int32_t>::max();
+    }
+
+    double res = hparams.n_ctx_train;
+
+    // the model's own scaling is in its trained context
+    if (cparams.rope_freq_scale < hparams.rope_freq_scale_train) {
+        res *= (double) hparams.rope_freq_scale_train/cparams.rope_freq_scale;
+    }
+
+    // one set of factors for short contexts, another one for long: llama_model::get_rope_factors() goes by the cells
+    const auto & layers = ctx->get_model().layers;
+
+    const bool is_short = !layers.empty() && layers[0].rope_freqs == nullptr && layers[0].rope_long != nullptr && cparams.n_ctx_seq <= hparams.n_ctx_orig_yarn;
+    if (is_short) {
+        res = std::min<double>(res, hparams.n_ctx_orig_yarn);
+    }
+
+    return std::min<double>(std::max<double>(res, cparams.n_ctx_seq), std::numeric_limits<int32_t>::max());
+}
+
+int32_t llama_snapkv_n_room(const struct llama_context * ctx, llama_seq_id seq_id, uint32_t n_cells) {
+    const auto * snapkv = snapkv_get(*ctx, seq_id);
+    if (!snapkv) {
+        return -1;
+    }
+
+    const auto & cells = snapkv->get_cells(seq_id);
+
+    const uint32_t n_free = cells.size() - cells.get_used();
+    const uint32_t n_own  = cells.seq_pos_get(seq_id).size();
+
+    return n_cells == 0 ? n_free : std::min(n_free, n_cells - std::min(n_cells, n_own));
+}
+
+namespace {
+
+// decodes tokens of one sequence, each call one batch
+struct decoder {
+    decoder(llama_context & lctx, llama_seq_id seq_id) :
+        lctx(lctx), seq_id(seq_id), batch(llama_batch_init(lctx.n_batch(), 0, 1)) {}
+
+    ~decoder() { llama_batch_free(batch); }
+
+    decoder(const decoder &) = delete;
+    decoder & operator=(const decoder &) = delete;
+
+    // as llama_decode()
+    int32_t decode(const llama_token * tokens, uint32_t n_tokens, bool logits_all, bool logits_last) {
+        const llama_pos pos = lctx.get_memory()->seq_pos_max(seq_id) + 1;
+
+        batch.n_tokens = n_tokens;
+        for (uint32_t i = 0; i < n_tokens; ++i) {
+            batch.token   [i]    = tokens[i];
+            batch.pos     [i]    = pos + i;
+            batch.n_seq_id[i]    = 1;
+            batch.seq_id  [i][0] = seq_id;
+            batch.logits  [i]    = logits_all || (logits_last && i + 1 == n_tokens);
+        }
+
+        return llama_decode(&lctx, batch);
+    }
+
+    llama_context & lctx;
+    llama_seq_id seq_id;
+    llama_batch  batch;
+};
+
+// the sequence's state that does not come back when its last tokens are removed
+struct partial_state {
+    partial_state(llama_context & lctx, llama_seq_id seq_id, uint32_t n_tokens) : lctx(lctx), seq_id(seq_id) {
+        const auto caches = llama_snapkv::get_caches(lctx.get_memory());
+
+        // one ubatch takes only cells of the sliding window that the next token no longer sees
+        is_needed = caches.recr || (caches.swa && n_tokens > lctx.n_ubatch());
+        if (is_needed) {
+            data.resize(llama_state_seq_get_size_ext(&lctx, seq_id, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY));
+            is_valid = llama_state_seq_get_data_ext(&lctx, data.data(), data.size(), seq_id, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == data.size();
+        }
+    }
+
+    // remove the tokens from p0 on
+    bool remove(llama_pos p0) {
+        if (!is_needed) {
+            return lctx.get_memory()->seq_rm(seq_id, p0, -1);
+        }
+
+        const auto caches = llama_snapkv::get_caches(lctx.get_memory());
+
+        return caches.kv->seq_rm(seq_id, p0, -1) && (!caches.idx || caches.idx->seq_rm(seq_id, p0, -1)) &&
+            llama_state_seq_set_data_ext(&lctx, data.data(), data.size(), seq_id, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == data.size();
+    }
+
+    llama_context & lctx;
+    llama_seq_id seq_id;
+
+    bool is_needed;
+    bool is_valid = true;
+
+    std::vector<uint8_t> data;
+};
+
+llama_snapkv_status lose_sequence(llama_context & lctx, llama_seq_id seq_id, llama_snapkv_status status) {
+    lctx.get_memory()->seq_rm(seq_id, -1, -1);
+
+    return status;
+}
+
+// t_probe_us: without the pass
+llama_snapkv_status make_room(
+        llama_context & lctx,
+        llama_snapkv  & snapkv,
+        llama_seq_id    seq_id,
+        const llama_token * probe,
+        uint32_t        n_probe,
+        llama_snapkv_params params,
+        llama_snapkv_stats & stats,
+        int64_t       & t_probe_us) {
+    if (n_probe == 0 || snapkv_get_rule(params.rule)->needs != SNAPKV_RULE_NEEDS_WINDOW) {
+        return snapkv_pass(lctx, snapkv, seq_id, params, params.n_window, stats);
+    }
+
+    lctx.synchronize();
+    lctx.memory_update(false);
+
+    // what the pass would refuse, before anything is changed
+    const auto order = snapkv.get_order(seq_id);
+
+    stats = {};
+    stats.n_cells_before = order.size();
+    stats.n_cells_after  = order.size();
+
+    if (order.size() <= params.n_budget) {
+        return LLAMA_SNAPKV_STATUS_WITHIN_BUDGET;
+    }
+    if (snapkv.has_shared_cells(seq_id)) {
+        return LLAMA_SNAPKV_STATUS_SHARED_CELLS;
+    }
+    if (params.positions == LLAMA_SNAPKV_POSITIONS_PACKED && snapkv.get_rotated(seq_id, order).empty()) {
+        return LLAMA_SNAPKV_STATUS_NOT_PACKED;
+    }
+
+    const uint32_t n_room = llama_snapkv_n_room(&lctx, seq_id, 0);
+    if (n_room < n_probe) {
+        // first as much as the probe needs, by the sequence's own last tokens
+        const uint32_t n_needed = n_probe - n_room;
+
+        llama_snapkv_params first = params;
+        first.n_budget = order.size() - std::min<uint32_t>(n_needed, order.size() - params.n_budget);
+
+        const auto status = snapkv_pass(lctx, snapkv, seq_id, first, first.n_window, stats);
+        if (status == LLAMA_SNAPKV_STATUS_NO_QUERIES && n_room > 0) {
+            probe  += n_needed;
+            n_probe = n_room;
+        } else if (status != LLAMA_SNAPKV_STATUS_OK) {
+            return status;
+        } else if (llama_snapkv_n_room(&lctx, seq_id, 0) < (int32_t) n_probe) {
+            return LLAMA_SNAPKV_STATUS_NO_ROOM;
+        }
+    }
+
+    const int64_t t_start_us = ggml_time_us() - stats.t_total_us;
+
+    partial_state state(lctx, seq_id, n_probe);
+
+    if (!state.is_valid) {
+        return LLAMA_SNAPKV_STATUS_FAILED_COMPUTE;
+    }
+
+    decoder decoder(lctx, seq_id);
+    for (uint32_t i = 0; i < n_probe; ) {
+        const uint32_t n = std::min(n_probe - i, lctx.n_batch());
+
+        const int32_t ret = decoder.decode(probe + i, n, false, false);
+        if (ret != 0) {
+            return lose_sequence(lctx, seq_id, ret == 2 ? LLAMA_SNAPKV_STATUS_CANCELLED : LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);
+        }
+        i += n;
+    }
+
+    params.n_budget += n_probe;
+    params.n_recent  = std::max(params.n_recent + n_probe, params.n_window);
+    params.n_window  = std::min(params.n_window, n_probe);
+
+    auto status = snapkv_pass(lctx, snapkv, seq_id, params, n_probe, stats);
+    if (status == LLAMA_SNAPKV_STATUS_SEQUENCE_LOST) {
+        return status;
+    }
+    if (status != LLAMA_SNAPKV_STATUS_OK) {
+        return lose_sequence(lctx, seq_id, status == LLAMA_SNAPKV_STATUS_ABORTED ? LLAMA_SNAPKV_STATUS_CANCELLED : LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);
+    }
+
+    const llama_pos pos = lctx.get_memory()->seq_pos_max(seq_id) + 1 - (llama_pos) n_probe;
+
+    if (!state.remove(pos)) {
+        return lose_sequence(lctx, seq_id, LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);
+    }
+    snapkv.seqs[seq_id].pos_end = pos;
+
+    stats.n_cells_before = order.size();
+    stats.n_cells_after -= n_probe;
+
+    t_probe_us += ggml_time_us() - t_start_us - stats.t_total_us;
+
+    return status;
+}
+
+}
+
+enum llama_snapkv_status llama_snapkv_make_room(
+             struct llama_context       * ctx,
+                   llama_seq_id           seq_id,
+        const      llama_token          * probe,
+                   uint32_t               n_probe,
+        const struct llama_snapkv_params * params_in,
+              struct llama_snapkv_stats * stats_out) {
+    llama_snapkv_stats  stats = {};
+    llama_snapkv_params params;
+
+    int64_t t_probe_us = 0;
+
+    auto status = snapkv_check_call(*ctx, seq_id, params_in, params);
+    if (status == LLAMA_SNAPKV_STATUS_OK) {
+        status = make_room(*ctx, *snapkv_get(*ctx), seq_id, probe, n_probe, params, stats, t_probe_us);
+    }
+
+    if (stats_out) {
+        *stats_out = status < 0 ? llama_snapkv_stats{} : stats;
+    }
+
+    return status;
+}
+
+enum llama_snapkv_status llama_snapkv_prefill(
+             struct llama_context               * ctx,
+                   llama_seq_id                   seq_id,
+        const      llama_token                  * tokens,
+                   uint32_t                       n_tokens,
+        const struct llama_snapkv_prefill_params * params_in,
+              struct llama_snapkv_prefill_stats * stats_out) {
+    const int64_t t_start_us = ggml_time_us();
+
+    const llama_snapkv_prefill_params prefill = params_in ? *params_in : llama_snapkv_prefill_default_params();
+
+    llama_snapkv_prefill_stats stats = {};
+    if (stats_out) {
+        *stats_out = stats;
+    }
+
+    llama_snapkv_params params;
+
+    auto status = snapkv_check_call(*ctx, seq_id, prefill.params, params);
+    if (status != LLAMA_SNAPKV_STATUS_OK) {
+        return status;
+    }
+    if (prefill.n_chunk == 0 || n_tokens > (uint32_t) std::numeric_limits<int32_t>::max()) {
+        LLAMA_LOG_ERROR("%s: n_chunk must not be 0\n", __func__);
+        return LLAMA_SNAPKV_STATUS_INVALID_PARAMS;
+    }
+
+    llama_snapkv & snapkv = *snapkv_get(*ctx);
+
+    const auto n_room = [&]() { return (uint32_t) llama_snapkv_n_room(ctx, seq_id, prefill.n_cells); };
+
+    // the prompt's own end is read for good after all else
+    const uint32_t n_probe = prefill.probe ? prefill.n_probe : std::min(prefill.n_probe, n_tokens);
+    const uint32_t n_body  = prefill.probe ? n_tokens : n_tokens - n_probe;
+
+    const llama_token * probe = prefill.probe ? prefill.probe : tokens + n_body;
+
+    ctx->synchronize();
+    ctx->memory_update(false);
+
+    if (n_tokens > n_room()) {
+        if (snapkv.has_shared_cells(seq_id)) {
+            return LLAMA_SNAPKV_STATUS_SHARED_CELLS;
+        }
+
+        const uint64_t n_own = snapkv.get_cells(seq_id).seq_pos_get(seq_id).size();
+        if (n_own + n_room() < (uint64_t) params.n_budget + n_probe + (n_body > 0 ? 1 : 0)) {
+            return LLAMA_SNAPKV_STATUS_NO_ROOM;
+        }
+    }
+    if ((int64_t) llama_snapkv_n_tokens(ctx, seq_id) + n_tokens > llama_snapkv_n_pos_max(ctx)) {
+        return LLAMA_SNAPKV_STATUS_BEYOND_CONTEXT;
+    }
+
+    // of this rule no token may go unseen
+    const bool     is_observed = snapkv_get_rule(params.rule)->needs == SNAPKV_RULE_NEEDS_ALL;
+    const uint32_t n_batch     = is_observed ? std::min(ctx->n_batch(), ctx->n_ubatch()) : ctx->n_batch();
+
+    if (is_observed && llama_snapkv_n_cells(ctx, seq_id) > 0) {
+        snapkv_observe(*ctx, snapkv, seq_id, snapkv.get_order(seq_id)); // else the pass will refuse
+    }
+
+    decoder decoder(*ctx, seq_id);
+
+    for (uint32_t i = 0; i < n_tokens; ) {
+        const uint32_t n_rest = n_tokens - i;
+        const uint32_t n_free = n_room();
+
+        uint32_t n_next = n_rest;
+
+        if (n_rest > n_free) {
+            const uint32_t n_own = snapkv.get_cells(seq_id).seq_pos_get(seq_id).size();
+
+            // beside the probe
+            n_next = std::min({ prefill.n_chunk, n_free - std::min(n_free, n_probe), n_body - std::min(n_body, i) });
+
+            const bool is_full = n_next < std::min(prefill.n_chunk, n_body - std::min(n_body, i)) || n_next == 0;
+
+            if (is_full && n_own > params.n_budget) {
+                llama_snapkv_stats pass = {};
+
+                status = make_room(*ctx, snapkv, seq_id, probe, n_probe, params, pass, stats.t_probe_us);
+                if (status != LLAMA_SNAPKV_STATUS_OK) {
+                    // a refusal in the middle leaves the sequence half read
+                    const bool is_failure = status == LLAMA_SNAPKV_STATUS_SEQUENCE_LOST || status == LLAMA_SNAPKV_STATUS_CANCELLED;
+                    return i == 0 || is_failure ? status : lose_sequence(*ctx, seq_id, LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);
+                }
+
+                stats.n_passes++;
+                stats.n_evicted += pass.n_cells_before - pass.n_cells_after;
+                stats.t_pass_us += pass.t_total_us;
+                continue;
+            }
+            if (n_next == 0) {
+                // within the budget, but other sequences have taken the rest
+                return i == 0 ? LLAMA_SNAPKV_STATUS_NO_ROOM : lose_sequence(*ctx, seq_id, LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);
+            }
+        }
+
+        for (const uint32_t end = i + n_next; i < end; ) {
+            const uint32_t n = std::min(end - i, n_batch);
+
+            const int32_t ret = decoder.decode(tokens + i, n, prefill.logits_all, i + n == n_tokens);
+            if (ret != 0) {
+                LLAMA_LOG_ERROR("%s: llama_decode() returned %d\n", __func__, ret);
+                return lose_sequence(*ctx, seq_id, ret == 2 ? LLAMA_SNAPKV_STATUS_CANCELLED : LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);
+            }
+            i += n;
+
+            if (is_observed && i < n_tokens) {
+                status = snapkv_observe(*ctx, snapkv, seq_id, snapkv.get_order(seq_id));
+                if (status != LLAMA_SNAPKV_STATUS_OK) {
+                    return lose_sequence(*ctx, seq_id, LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);
+                }
+            }
+            if (prefill.progress && !prefill.progress(i, n_tokens, prefill.progress_user_data)) {
+                return lose_sequence(*ctx, seq_id, LLAMA_SNAPKV_STATUS_CANCELLED);
+            }
+        }
+    }
+
+    // the time of the last batch
+    ctx->synchronize();
+
+    stats.n_tokens    = n_tokens;
+    stats.n_cells     = snapkv.get_cells(seq_id).seq_pos_get(seq_id).size();
+    stats.t_total_us  = ggml_time_us() - t_start_us;
+    stats.t_decode_us = stats.t_total_us - stats.t_probe_us - stats.t_pass_us;
+
+    if (stats_out) {
+        *stats_out = stats;
+    }
+
+    return LLAMA_SNAPKV_STATUS_OK;
+}
