@@ -77,10 +77,10 @@ int32_t llama_snapkv_n_room(const struct llama_context * ctx, llama_seq_id seq_i
 
 namespace {
 
-// decodes tokens of one sequence, each call one batch
+// decodes tokens of one sequence, each call one batch of at most n_max
 struct decoder {
-    decoder(llama_context & lctx, llama_seq_id seq_id) :
-        lctx(lctx), seq_id(seq_id), batch(llama_batch_init(lctx.n_batch(), 0, 1)) {}
+    decoder(llama_context & lctx, llama_seq_id seq_id, uint32_t n_max) :
+        lctx(lctx), seq_id(seq_id), batch(llama_batch_init(n_max, 0, 1)) {}
 
     ~decoder() { llama_batch_free(batch); }
 
@@ -209,9 +209,11 @@ llama_snapkv_status make_room(
         return LLAMA_SNAPKV_STATUS_FAILED_COMPUTE;
     }
 
-    decoder decoder(lctx, seq_id);
+    const uint32_t n_batch = std::min(n_probe, lctx.n_batch());
+
+    decoder decoder(lctx, seq_id, n_batch);
     for (uint32_t i = 0; i < n_probe; ) {
-        const uint32_t n = std::min(n_probe - i, lctx.n_batch());
+        const uint32_t n = std::min(n_probe - i, n_batch);
 
         const int32_t ret = decoder.decode(probe + i, n, false, false);
         if (ret != 0) {
@@ -327,15 +329,19 @@ enum llama_snapkv_status llama_snapkv_prefill(
         return LLAMA_SNAPKV_STATUS_BEYOND_CONTEXT;
     }
 
-    // of this rule no token may go unseen
+    // of a rule that adds up the attention of all tokens, no query may leave the ring unseen
     const bool     is_observed = snapkv_get_rule(params.rule)->needs == SNAPKV_RULE_NEEDS_ALL;
-    const uint32_t n_batch     = is_observed ? std::min(ctx->n_batch(), ctx->n_ubatch()) : ctx->n_batch();
+    const uint32_t n_batch     = std::min({ std::max<uint32_t>(n_tokens, 1), ctx->n_batch(), is_observed ? ctx->n_ubatch() : ctx->n_batch() });
 
-    if (is_observed && llama_snapkv_n_cells(ctx, seq_id) > 0) {
-        snapkv_observe(*ctx, snapkv, seq_id, snapkv.get_order(seq_id)); // else the pass will refuse
-    }
+    const auto observe = [&](uint32_t n_next) {
+        const auto     order = snapkv.get_order(seq_id);
+        const uint32_t n_new = order.size() - std::min<uint32_t>(order.size(), snapkv.seqs[seq_id].n_observed());
 
-    decoder decoder(*ctx, seq_id);
+        return !is_observed || n_new == 0 || n_new + n_next <= ctx->n_ubatch() ||
+            snapkv_observe(*ctx, snapkv, seq_id, order) == LLAMA_SNAPKV_STATUS_OK;
+    };
+
+    decoder decoder(*ctx, seq_id, n_batch);
 
     for (uint32_t i = 0; i < n_tokens; ) {
         const uint32_t n_rest = n_tokens - i;
@@ -375,6 +381,10 @@ enum llama_snapkv_status llama_snapkv_prefill(
         for (const uint32_t end = i + n_next; i < end; ) {
             const uint32_t n = std::min(end - i, n_batch);
 
+            if (!observe(n)) {
+                return i == 0 ? LLAMA_SNAPKV_STATUS_NOT_OBSERVED : lose_sequence(*ctx, seq_id, LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);
+            }
+
             const int32_t ret = decoder.decode(tokens + i, n, prefill.logits_all, i + n == n_tokens);
             if (ret != 0) {
                 LLAMA_LOG_ERROR("%s: llama_decode() returned %d\n", __func__, ret);
@@ -382,12 +392,6 @@ enum llama_snapkv_status llama_snapkv_prefill(
             }
             i += n;
 
-            if (is_observed && i < n_tokens) {
-                status = snapkv_observe(*ctx, snapkv, seq_id, snapkv.get_order(seq_id));
-                if (status != LLAMA_SNAPKV_STATUS_OK) {
-                    return lose_sequence(*ctx, seq_id, LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);
-                }
-            }
             if (prefill.progress && !prefill.progress(i, n_tokens, prefill.progress_user_data)) {
                 return lose_sequence(*ctx, seq_id, LLAMA_SNAPKV_STATUS_CANCELLED);
             }

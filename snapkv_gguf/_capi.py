@@ -353,9 +353,7 @@ def compact(ctx: Any, seq_id: int, params: Params | None = None) -> tuple[Status
     return Status(status), stats
 
 
-def make_room(
-    ctx: Any, seq_id: int, probe: Sequence[int] = (), params: Params | None = None
-) -> tuple[Status, Stats]:
+def make_room(ctx: Any, seq_id: int, probe: Sequence[int] = (), params: Params | None = None) -> tuple[Status, Stats]:
     """The pass for a sequence that is still being read, by the queries of the probe, which is taken back."""
     stats = Stats()
     tokens = (ctypes.c_int32 * len(probe))(*probe)

@@ -150,7 +150,14 @@ class SnapKV:
             raise ValueError(f"budget={budget}: must be at least window={window} and 2 more with packed positions")
 
         # numpy numbers become Python's, so that equal settings compare, print and pickle alike
-        values = {"budget": budget, "window": window, "kernel": kernel, "recent": recent, "chunk": chunk, "probe": probe}
+        values = {
+            "budget": budget,
+            "window": window,
+            "kernel": kernel,
+            "recent": recent,
+            "chunk": chunk,
+            "probe": probe,
+        }
         for name, value in values.items():
             object.__setattr__(self, name, value)
 

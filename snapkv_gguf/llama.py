@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,9 @@ class SnapKVStats:
         milliseconds: Where the time went.
         bytes_freed: K and V bytes of the released cells, in the compacted layers.
         bytes_grown: Growth of llama.cpp's compute buffers by the pass.
+        chunk_passes: Passes before that, while the prompt was read in chunks.
+        chunk_milliseconds: Time of those, and of their probes.
+        answer_passes: Passes since then, to make room for the answer.
         reason: Why nothing was done, None if the cache was compacted.
     """
 
@@ -60,6 +64,9 @@ class SnapKVStats:
     milliseconds: Milliseconds = Milliseconds()
     bytes_freed: int = 0
     bytes_grown: int = 0
+    chunk_passes: int = 0
+    chunk_milliseconds: float = 0.0
+    answer_passes: int = 0
     reason: str | None = None
 
 
@@ -69,6 +76,9 @@ class Llama(llama_cpp.Llama):
     The first generated token comes from the prompt's exact logits. A prompt that continues the compacted one (the
     next chat turn) goes on from the compacted cache; the very same prompt is answered again from it, starting from
     the same exact logits; any other prompt is evaluated in full, because what was kept was chosen for the old one.
+
+    With ``SnapKV(chunk=...)`` a prompt, and an answer, may be longer than ``n_ctx``, which is then the number of KV
+    cells: whenever they are full, a pass makes room. :attr:`context_tokens` says how long.
 
     The low-level methods eval() and sample() run no pass: call compact() between them.
 
@@ -90,8 +100,16 @@ class Llama(llama_cpp.Llama):
     on_eval: Callable[[int, int], None] | None = None
 
     n_tokens: int
+    scores: npt.NDArray[np.single]
+    _n_ctx: int
     _requires_eval: bool
     _n_heads = 0  # KV heads of all compacted layers, once they were counted
+
+    _probe: int | list[int] = 0  # of chunks: last tokens of the prompt, or tokens of their own
+    _shift = 0  # tokens less positions, with packed positions
+    _answering = False  # the tokens that eval() gets were generated
+    _chunk_passes = 0  # since the last pass of a prompt
+    _chunk_milliseconds = 0.0
 
     # of an instance whose arguments were refused: it is closed all the same
     _stack = contextlib.ExitStack()
@@ -135,6 +153,32 @@ class Llama(llama_cpp.Llama):
                 f"{self.model_path} cannot be used with snapkv: {_capi.status_str(status)} ({status.name}); "
                 "pass snapkv=False (--no-snapkv)"
             )
+        if snapkv.chunk is not None:
+            self._enable_chunks(snapkv, snapkv.chunk)
+
+    def _enable_chunks(self, snapkv: SnapKV, chunk: int) -> None:
+        cells, budget = self._n_ctx, snapkv.resolve(self._n_ctx).budget
+        if isinstance(snapkv.probe, str):
+            self._probe = self.tokenize(snapkv.probe.encode(), add_bos=False, special=True)
+        else:
+            self._probe = snapkv.probe
+        n_probe = self._probe if isinstance(self._probe, int) else len(self._probe)
+        if cells <= budget + n_probe:
+            raise ValueError(
+                f"n_ctx={cells}: must be more cells than budget={budget} and {n_probe} of the probe together, "
+                f"such as n_ctx={budget + n_probe + chunk}; or lower the budget"
+            )
+        # llama_cpp takes it for the longest prompt
+        self._n_ctx = min(_capi.n_pos_max(self.ctx), _MAX_TOKENS)
+        self.input_ids = np.zeros(self._n_ctx, dtype=np.intc)
+        if snapkv.positions == "packed":
+            remove = self._ctx.kv_cache_seq_rm
+
+            def remove_tokens(seq_id: int, p0: int, p1: int) -> bool:
+                # what was compacted cannot be removed by tokens, only all of it
+                return bool(remove(seq_id, p0 if p0 <= 0 else max(p0 - self._shift, 1), p1))
+
+            self._ctx.kv_cache_seq_rm = remove_tokens
 
     # the pass
 
@@ -154,6 +198,11 @@ class Llama(llama_cpp.Llama):
         last = int(llama_cpp.llama_memory_seq_pos_max(self._ctx.memory, 0))
         first = int(llama_cpp.llama_memory_seq_pos_min(self._ctx.memory, 0))
         return last - first + 1 if last >= 0 else 0
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens that a prompt and its answer may have together: without chunks as many as there are cells."""
+        return self._n_ctx
 
     def kept_positions(self, layer: int, head: int) -> npt.NDArray[np.int32]:
         """Positions of the tokens whose rows a KV head of a layer holds: [kv_cells].
@@ -207,8 +256,18 @@ class Llama(llama_cpp.Llama):
             raise SnapKVError(Status.NOT_ENABLED, "create Llama with snapkv=True")
         return self.snapkv
 
+    def _chunks(self) -> bool:
+        return self.snapkv is not None and self.snapkv.chunk is not None
+
+    def _resolve(self, config: SnapKV) -> ResolvedSnapKV:
+        # a share of a prompt that is longer than the cells is one of the cells
+        return config.resolve(min(self.n_tokens, self.n_ctx()) if self._chunks() else self.n_tokens)
+
     def _compact_prompt(self) -> None:
-        status, self._stats = self._pass(self._enabled())
+        status, stats = self._pass(self._enabled())
+        self._stats = replace(
+            stats, chunk_passes=self._chunk_passes, chunk_milliseconds=self._chunk_milliseconds, answer_passes=0
+        )
         if status < 0:
             warnings.warn(
                 f"snapkv: the prompt was not compacted, generation goes on with the full cache: {self._stats.reason}",
@@ -217,7 +276,7 @@ class Llama(llama_cpp.Llama):
             )
 
     def _pass(self, config: SnapKV) -> tuple[Status, SnapKVStats]:
-        settings = config.resolve(self.n_tokens)
+        settings = self._resolve(config)
         n_cells = self.kv_cells
         prefix = n_cells - settings.window
         if n_cells > settings.budget and settings.kernel > prefix:
@@ -234,6 +293,7 @@ class Llama(llama_cpp.Llama):
             raise SnapKVError(status, "send the prompt again")
         if status is Status.OK:
             self._prompt_logits = logits
+            self._synchronize()
             return status, self._read(stats)
         self._prompt_end, self._prompt_logits, self._prompt_config = before
         return status, SnapKVStats(self.n_tokens, n_cells, n_cells, reason=_reason(status, n_cells, settings))
@@ -304,7 +364,7 @@ class Llama(llama_cpp.Llama):
             return False
         self.n_tokens = self._prompt_end
         # any token gives a row of logits to write to; it is taken back
-        self._batch.set_batch(batch=[0], n_past=self.n_tokens, logits_all=False)
+        self._batch.set_batch(batch=[0], n_past=self.n_tokens - self._shift, logits_all=False)
         self._ctx.decode(self._batch)
         if not self._ctx.kv_cache_seq_rm(-1, self._prompt_end, -1):
             return False
@@ -322,6 +382,7 @@ class Llama(llama_cpp.Llama):
         """llama_cpp.Llama.generate(), with a pass between the first token's sampling and its evaluation."""
         if self.snapkv is not None and _GENERATE.bind(self, tokens, *args, **kwargs).arguments.get("reset", True):
             self._prepare_prefix(self.snapkv, tokens)
+        self._chunk_passes, self._chunk_milliseconds = 0, 0.0
         with contextlib.closing(super().generate(tokens, *args, **kwargs)) as generator:
             # evaluates the prompt and samples
             token = next(generator, None)
@@ -329,10 +390,27 @@ class Llama(llama_cpp.Llama):
                 self._compact_prompt()
             while token is not None:
                 sent = yield token
+                self._answering = True
                 try:
                     token = generator.send(sent)
                 except StopIteration:
                     return
+                finally:
+                    self._answering = False
+
+    def _create_completion(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            yield from super()._create_completion(*args, **kwargs)
+        except ValueError as error:
+            if "exceed context window" not in str(error):
+                raise
+            raise ValueError(self._too_long(str(error))) from None
+
+    def _too_long(self, text: str) -> str:
+        if not self._chunks():
+            return text if self.snapkv is None else f"{text}; snapkv=SnapKV(chunk=1024) reads prompts longer than that"
+        text = re.sub(r"context window of \d+", f"the {self._n_ctx} tokens the model was trained for", text)
+        return f"{text}; snapkv=SnapKV(positions='packed', ...) reads longer ones, rope_freq_scale scales its context"
 
     def eval(self, tokens: Sequence[int]) -> None:
         """llama_cpp.Llama.eval(), which never runs a pass.
@@ -343,12 +421,15 @@ class Llama(llama_cpp.Llama):
         if self.snapkv is not None and self.n_tokens < self._prompt_end:
             self._prompt_logits = None
             frontier = _capi.frontier(self.ctx, 0)
-            if 0 < self.n_tokens <= frontier:
+            if 0 < self.n_tokens - self._shift <= frontier or 0 < self.n_tokens <= self._shift:
                 # llama_cpp.Llama.eval() does not look at the cache's refusal
                 raise RuntimeError(
-                    f"n_tokens={self.n_tokens}: tokens up to position {frontier} were compacted and cannot be removed "
-                    "one by one; call reset() and evaluate the prompt again",
+                    f"n_tokens={self.n_tokens}: tokens up to {frontier + self._shift} were compacted and cannot be "
+                    "removed one by one; call reset() and evaluate the prompt again",
                 )
+        if self._chunks():
+            self._eval_chunks(self._enabled(), list(tokens))
+            return
         n_batch = min(self.n_batch, self.context_params.n_ubatch) if self._observes() else self.n_batch
         try:
             for start in range(0, max(len(tokens), 1), n_batch):
@@ -361,6 +442,68 @@ class Llama(llama_cpp.Llama):
             # interrupted: the context may hold the logits of tokens that were not counted
             self._requires_eval = True
             raise
+
+    def _eval_chunks(self, snapkv: SnapKV, tokens: list[int]) -> None:
+        """eval(), and a pass whenever the cells are full."""
+        if self.n_tokens + len(tokens) > self._n_ctx:
+            raise SnapKVError(Status.BEYOND_CONTEXT, f"{self.n_tokens + len(tokens)} tokens, at most {self._n_ctx}")
+        self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
+        n_before, n_done = self.n_tokens, 0
+        if self._logits_all and self.scores.shape[0] < n_before + len(tokens):
+            grown = np.empty((2 * (n_before + len(tokens)), self._n_vocab), dtype=np.single)
+            grown[:n_before] = self.scores[:n_before]
+            self.scores = grown
+
+        def on_batch(done: int, total: int) -> bool:
+            nonlocal n_done
+            if self._logits_all:
+                logits = np.ctypeslib.as_array(self._ctx.get_logits(), shape=((done - n_done) * self._n_vocab,))
+                self.scores[n_before + n_done : n_before + done].reshape(-1)[:] = logits
+            n_done = done
+            if self.on_eval is not None:
+                self.on_eval(done, total)
+            return True
+
+        settings = _capi.Params.of(snapkv.resolve(self.n_ctx()))
+        # a generated token asks nothing: the answer's last tokens look
+        probe = 0 if self._answering or len(tokens) == 1 else self._probe
+        # interrupted, or refused: the context may hold the logits of tokens that were not counted
+        self._requires_eval = True
+        try:
+            status, stats = _capi.prefill(
+                self.ctx,
+                0,
+                tokens,
+                params=settings,
+                chunk=snapkv.chunk or 0,
+                probe=probe,
+                logits_all=self._logits_all,
+                progress=on_batch,
+            )
+        except BaseException:
+            self.reset()
+            raise
+        if status is not Status.OK:
+            if status in (Status.SEQUENCE_LOST, Status.CANCELLED):
+                self.reset()
+            raise SnapKVError(status, _REMEDIES.get(status, ""))
+        self.input_ids[n_before : n_before + len(tokens)] = tokens
+        self.n_tokens = n_before + len(tokens)
+        self._requires_eval = not tokens
+        if stats.n_passes > 0:
+            # what was kept was chosen for all of them
+            self._prompt_end, self._prompt_config, self._prompt_logits = self.n_tokens, snapkv, None
+            self._synchronize()
+        if self._answering and self._stats is not None:
+            self._stats = replace(self._stats, answer_passes=self._stats.answer_passes + stats.n_passes)
+        else:
+            self._chunk_passes += stats.n_passes
+            self._chunk_milliseconds += (stats.t_probe_us + stats.t_pass_us) / 1000
+
+    def _synchronize(self) -> None:
+        # packed cells have other positions than their tokens
+        last = int(llama_cpp.llama_memory_seq_pos_max(self._ctx.memory, 0))
+        self._shift = self.n_tokens - last - 1
 
     def _observes(self) -> bool:
         return self.snapkv is not None and self.snapkv.rule == "h2o"
@@ -385,12 +528,14 @@ class Llama(llama_cpp.Llama):
     def reset(self) -> None:
         """Forget all tokens."""
         self._forget()
+        self._shift = 0
         super().reset()
 
     def save_state(self) -> llama_cpp.LlamaState:
         """llama_cpp.Llama.save_state(); after a pass the state holds the compacted cache."""
         self._observe(self.context_params.n_ubatch)
         state = super().save_state()
+        state.input_ids = state.input_ids[: max(self.n_tokens, self.n_ctx())]
         observed = _capi.observed(self.ctx, 0) if self._observes() else None
         setattr(state, _STATE, (self._prompt_end, self._prompt_logits, self._prompt_config, observed))
         return state
@@ -408,6 +553,8 @@ class Llama(llama_cpp.Llama):
         if prompt_end > 0 and self.snapkv is None:
             raise _CompactedState
         self._forget()
+        if self._logits_all and self.scores.shape[0] < state.n_tokens <= self._n_ctx:
+            self.scores = np.empty((state.n_tokens, self._n_vocab), dtype=np.single)
         try:
             super().load_state(state)
             if self.snapkv is None and self._prefix_is_gone():
@@ -424,10 +571,11 @@ class Llama(llama_cpp.Llama):
         ids[: self.n_tokens] = self.input_ids[: self.n_tokens]
         self.input_ids = ids
         if self.snapkv is not None:
+            self._synchronize()
             frontier = _capi.frontier(self.ctx, 0)
             if frontier >= 0:
                 # a state without our mark: its window is not known, at most as many tokens as were captured here
-                self._prompt_end = prompt_end or min(frontier + 1 + self.snapkv.window, self.n_tokens)
+                self._prompt_end = prompt_end or min(frontier + self._shift + 1 + self.snapkv.window, self.n_tokens)
                 self._prompt_logits, self._prompt_config = logits, config
 
     def _prefix_is_gone(self) -> bool:
@@ -440,6 +588,15 @@ class Llama(llama_cpp.Llama):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "snapkv": self.snapkv}
 
+
+# of a context that takes any number: llama_cpp keeps an array of so many
+_MAX_TOKENS = 2**22
+
+_REMEDIES = {
+    Status.SEQUENCE_LOST: "send the prompt again",
+    Status.NO_ROOM: "raise n_ctx, or lower budget or probe",
+    Status.BEYOND_CONTEXT: "SnapKV(positions='packed'), or rope_freq_scale",
+}
 
 # attribute of a LlamaState: _prompt_end, _prompt_logits, _prompt_config, and with rule h2o the sums of attention
 _STATE = "snapkv"
