@@ -320,8 +320,9 @@ enum llama_snapkv_status llama_snapkv_prefill(
             return LLAMA_SNAPKV_STATUS_SHARED_CELLS;
         }
 
-        const uint64_t n_own = snapkv.get_cells(seq_id).seq_pos_get(seq_id).size();
-        if (n_own + n_room() < (uint64_t) params.n_budget + n_probe + (n_body > 0 ? 1 : 0)) {
+        const uint32_t n_all   = snapkv.get_cells(seq_id).seq_pos_get(seq_id).size() + llama_snapkv_n_room(ctx, seq_id, 0);
+        const uint32_t n_cells = prefill.n_cells == 0 ? n_all : std::min(n_all, prefill.n_cells);
+        if (n_cells < (uint64_t) params.n_budget + n_probe + (n_body > 0 ? 1 : 0)) {
             return LLAMA_SNAPKV_STATUS_NO_ROOM;
         }
     }

@@ -57,9 +57,16 @@ def load_model(path: str | Path) -> object:
 
 
 def params(
-    budget: int, window: int = 16, recent: int = 0, kernel: int = 21, pool: str = "max", rule: str = "snapkv"
+    budget: int,
+    window: int = 16,
+    recent: int = 0,
+    kernel: int = 21,
+    pool: str = "max",
+    rule: str = "snapkv",
+    positions: str = "true",
 ) -> Params:
-    return Params(budget, window, recent, kernel, _capi.POOL_TYPES[pool], _capi.RULES[rule])  # type: ignore[index]
+    names = (_capi.POOL_TYPES[pool], _capi.RULES[rule], _capi.POSITIONS[positions])  # type: ignore[index]
+    return Params(budget, window, recent, kernel, *names)
 
 
 class Rounding(NamedTuple):
@@ -76,6 +83,17 @@ class Cells:
     pos: npt.NDArray[np.int32]
     index: npt.NDArray[np.int32]
     rows: list[list[npt.NDArray[np.uint8]]]
+
+
+@dataclass
+class Chosen:
+    """What a pass is to keep: the sequence before it, with the original positions of its rows by layer and KV head, and
+    by layer what the oracle chooses by its own sums, with these, and by those of the device."""
+
+    before: Cells
+    origin: list[list[npt.NDArray[np.int32]]]
+    exact: list[tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]]
+    device: list[npt.NDArray[np.int64]]
 
 
 class Engine:
@@ -313,14 +331,7 @@ class Engine:
         self.clear()
         self.decode(tokens)
         n, n_tail = len(tokens), settings.n_window
-        before = self.cells()
-        layers = _capi.layers(self.ctx)
-        exact, device = [], []
-        for i, layer in enumerate(layers):
-            exact.append(self.oracle(i, settings))
-            sums = _capi.scores(self.ctx, 0, i, settings.n_window)
-            assert np.abs(sums - exact[i][0]).max() <= ROUNDING * exact[i][0].max()
-            device.append(self.select(sums, layer.n_head_kv, settings))
+        chosen = self.chosen(settings)
 
         status, stats = self.compact(0, settings)
         assert status == Status.OK
@@ -331,11 +342,50 @@ class Engine:
         after = self.cells()
         frontier = n - n_tail - 1
         assert after.pos.tolist() == [frontier] * (settings.n_budget - n_tail) + list(range(frontier + 1, n))
-        assert after.index.tolist() == sorted(before.index)[: settings.n_budget]
+        assert after.index.tolist() == sorted(chosen.before.index)[: settings.n_budget]
+        return self.check_moved(chosen, settings)
 
+    def check_make_room(self, settings: Params, probe: Sequence[int]) -> Rounding:
+        """Make room by the queries of a probe, and compare kept sets and moved rows with the oracle."""
+        n, end = self.n_cells(), self.pos_max() + 1
+        self.decode(probe, end)
+        used = Params.from_buffer_copy(settings)
+        used.n_budget += len(probe)
+        used.n_recent = max(settings.n_recent + len(probe), settings.n_window)
+        used.n_window = min(settings.n_window, len(probe))
+        chosen = self.chosen(used)
+        assert self.seq_rm(end)
+
+        status, stats = _capi.make_room(self.ctx, 0, probe, settings)
+        assert status == Status.OK
+        assert (stats.n_cells_before, stats.n_cells_after) == (n, settings.n_budget)
+        assert stats.n_window == used.n_window
+
+        after = self.cells()
+        assert after.pos.tolist() == [end - 1] * settings.n_budget
+        assert after.index.tolist() == sorted(chosen.before.index)[: settings.n_budget]
+        return self.check_moved(chosen, used)
+
+    def chosen(self, settings: Params) -> Chosen:
+        """What the oracle keeps of what is there."""
+        exact, device = [], []
+        for i, layer in enumerate(_capi.layers(self.ctx)):
+            exact.append(self.oracle(i, settings))
+            sums = _capi.scores(self.ctx, 0, i, settings.n_window)
+            assert np.abs(sums - exact[i][0]).max() <= ROUNDING * exact[i][0].max()
+            device.append(self.select(sums, layer.n_head_kv, settings))
+        origin = [
+            [_capi.kept(self.ctx, 0, i, head) for head in range(layer.n_head_kv)]
+            for i, layer in enumerate(_capi.layers(self.ctx))
+        ]
+        return Chosen(self.cells(), origin, exact, device)
+
+    def check_moved(self, of: Chosen, settings: Params) -> Rounding:
+        """Compare the rows that are there with those that were to be kept; a probe at the end may be gone."""
+        after = self.cells()
         n_differ, n_kept = 0, 0
-        for i, layer in enumerate(layers):
-            sums, chosen = exact[i]
+        for i, layer in enumerate(_capi.layers(self.ctx)):
+            sums, chosen = of.exact[i]
             pooled = reference.window_scores(
                 sums,
                 window=settings.n_window,
@@ -344,16 +394,17 @@ class Engine:
                 n_head_kv=layer.n_head_kv,
             )
             for head in range(layer.n_head_kv):
-                kept = device[i][head]
+                kept = of.device[i][head]
+                there = kept[: len(after.pos)]
                 # the sets: exactly those of the oracle on the device's sums ...
-                assert np.array_equal(_capi.kept(self.ctx, 0, i, head), before.pos[kept])
+                assert np.array_equal(_capi.kept(self.ctx, 0, i, head), of.origin[i][head][there])
                 # ... and of the oracle on its own scores, but for cells whose scores are equal in float32
                 differ = np.setxor1d(chosen[head], kept)
                 assert differ.size == 0 or np.ptp(pooled[head][differ]) <= ROUNDING * pooled[head].max()
                 n_differ, n_kept = n_differ + differ.size // 2, n_kept + kept.size
                 # the rows: byte by byte those of the chosen cells
-                for old, new in zip(before.rows[i], after.rows[i], strict=True):
-                    assert np.array_equal(new[:, head], old[kept, head])
+                for old, new in zip(of.before.rows[i], after.rows[i], strict=True):
+                    assert np.array_equal(new[:, head], old[there, head])
         return Rounding(n_differ, n_kept)
 
     @staticmethod
