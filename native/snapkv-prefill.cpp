@@ -148,6 +148,13 @@ llama_snapkv_status lose_sequence(llama_context & lctx, llama_seq_id seq_id, lla
     return status;
 }
 
+// false: packed positions are asked for, and it is not known how the rows are rotated
+bool can_pack(const llama_snapkv & snapkv, llama_seq_id seq_id, const llama_snapkv_params & params) {
+    const auto order = snapkv.get_order(seq_id);
+
+    return params.positions != LLAMA_SNAPKV_POSITIONS_PACKED || order.empty() || !snapkv.get_rotated(seq_id, order).empty();
+}
+
 // t_probe_us: without the pass
 llama_snapkv_status make_room(
         llama_context & lctx,
@@ -178,7 +185,7 @@ llama_snapkv_status make_room(
     if (snapkv.has_shared_cells(seq_id)) {
         return LLAMA_SNAPKV_STATUS_SHARED_CELLS;
     }
-    if (params.positions == LLAMA_SNAPKV_POSITIONS_PACKED && snapkv.get_rotated(seq_id, order).empty()) {
+    if (!can_pack(snapkv, seq_id, params)) {
         return LLAMA_SNAPKV_STATUS_NOT_PACKED;
     }
 
@@ -318,6 +325,9 @@ enum llama_snapkv_status llama_snapkv_prefill(
     if (n_tokens > n_room()) {
         if (snapkv.has_shared_cells(seq_id)) {
             return LLAMA_SNAPKV_STATUS_SHARED_CELLS;
+        }
+        if (!can_pack(snapkv, seq_id, params)) {
+            return LLAMA_SNAPKV_STATUS_NOT_PACKED;
         }
 
         const uint32_t n_all   = snapkv.get_cells(seq_id).seq_pos_get(seq_id).size() + llama_snapkv_n_room(ctx, seq_id, 0);

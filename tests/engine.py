@@ -113,6 +113,7 @@ class Engine:
         embeddings: bool = False,
         swa_full: bool = True,
         offload_kqv: bool = True,
+        rope_scaling: int = -1,  # enum llama_rope_scaling_type, by 4
         on_node: Callable[[Tensor], None] | None = None,
         n_threads: int = 1,  # tiny models: a barrier costs more than a layer
     ) -> None:
@@ -130,6 +131,8 @@ class Engine:
         p.embeddings = embeddings
         p.swa_full = swa_full
         p.offload_kqv = offload_kqv
+        if rope_scaling > 0:
+            p.rope_scaling_type, p.rope_freq_scale = rope_scaling, 0.25
         if on_node is not None:
 
             @L.ggml_backend_sched_eval_callback
