@@ -8,12 +8,17 @@ import llama_cpp as L
 import numpy as np
 import pytest
 from devices import needs_abort
-from engine import CACHE_TYPES, Engine, params, random_tokens
+from engine import CACHE_TYPES, Cells, Engine, params, random_tokens
 
 from snapkv_gguf import _capi
 from snapkv_gguf._capi import Status
 
 N_CTX = 256
+
+
+def same_rows(a: Cells, b: Cells) -> bool:
+    parts = [zip(x, y, strict=True) for x, y in zip(a.rows, b.rows, strict=True)]
+    return a.pos.tolist() == b.pos.tolist() and all(np.array_equal(x, y) for part in parts for x, y in part)
 
 
 def logits_of(engine: Engine, tokens: list[int]) -> np.ndarray:
@@ -70,8 +75,7 @@ def test_each_chunk_keeps_what_the_oracle_keeps(
         assert (stats.n_passes, stats.n_evicted) == (n_passes, n_evicted)
         assert stats.n_cells == engine.n_cells() == len(tokens) - n_evicted
         steps = engine.cells()
-        assert found.pos.tolist() == steps.pos.tolist()
-        assert all(np.array_equal(a, b) for x, y in zip(found.rows, steps.rows, strict=True) for a, b in zip(x, y))
+        assert same_rows(found, steps)
         for layer, positions in enumerate(kept):
             assert np.array_equal(positions, _capi.kept(engine.ctx, 0, layer, 0))
         assert np.array_equal(logits, expected)
@@ -119,8 +123,7 @@ def test_without_a_probe_the_last_tokens_look(models: dict[str, Path]) -> None:
         assert engine.compact(0)[0] == Status.OK
         engine.decode(tokens[256:], 256)
         expected = engine.cells()
-        assert found.pos.tolist() == expected.pos.tolist()
-        assert all(np.array_equal(a, b) for x, y in zip(found.rows, expected.rows, strict=True) for a, b in zip(x, y))
+        assert same_rows(found, expected)
 
 
 @pytest.mark.parametrize("rule", ["shared", "first-recent", "random", "h2o"])
@@ -261,9 +264,7 @@ def test_refusals_change_nothing(models: dict[str, Path]) -> None:
 
         def refused(expected: Status, n: int = 500, **kwargs: object) -> None:
             assert _capi.prefill(engine.ctx, 0, tokens[:n], **kwargs)[0] == expected
-            after = engine.cells()
-            assert after.pos.tolist() == before.pos.tolist()
-            assert all(np.array_equal(a, b) for x, y in zip(before.rows, after.rows, strict=True) for a, b in zip(x, y))
+            assert same_rows(engine.cells(), before)
 
         refused(Status.NO_ROOM, params=params(240), probe=16)
         refused(Status.NO_ROOM, params=params(N_CTX), probe=0)
