@@ -51,6 +51,11 @@ class Answer:
         ]
         if self.stats is not None:
             parts.insert(1, self.stats.reason or f"pass {self.stats.milliseconds.total:.0f} ms")
+            if self.stats.chunk_passes:
+                n, ms = self.stats.chunk_passes, self.stats.chunk_milliseconds
+                parts.insert(1, f"room made {n} times in {ms / 1000:.2f} s of it")
+            if self.stats.answer_passes:
+                parts.append(f"room made for the answer {self.stats.answer_passes} times")
         return ", ".join(parts)
 
 

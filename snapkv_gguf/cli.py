@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,6 +100,8 @@ _DEMO_ANSWER = 32  # tokens at most
 _DEMO_DECODE = 64  # tokens to time decoding with
 
 _DEFAULT = SnapKV()
+_CHUNK = 1024
+_MAX_QUESTION = 256  # tokens: a longer one takes cells that the text could have
 _CPUS = os.cpu_count() or 1
 
 
@@ -138,6 +140,43 @@ def run(
     pool: PoolOption = _DEFAULT.pool,
     recent: Recent = str(_DEFAULT.recent),
     paper: Paper = False,
+    cells: Annotated[
+        int,
+        typer.Option(
+            "--cells",
+            min=0,
+            max=MAX_CELLS,
+            help="KV cells for prompts and answers of any length; 0 makes room for all of both.",
+            rich_help_panel="Longer than the cells",
+        ),
+    ] = 0,
+    chunk: Annotated[
+        int,
+        typer.Option(
+            "--chunk",
+            min=1,
+            max=MAX_CELLS,
+            help="With --cells: tokens between two passes.",
+            rich_help_panel="Longer than the cells",
+        ),
+    ] = _CHUNK,
+    probe: Annotated[
+        str,
+        typer.Option(
+            "--probe",
+            help="With --cells: what looks for its answer while the prompt is read: its last tokens, or a text; "
+            "the default is the question, else 32 tokens.",
+            rich_help_panel="Longer than the cells",
+        ),
+    ] = "",
+    positions: Annotated[
+        str,
+        typer.Option(
+            "--positions",
+            help="With --cells: true ones, within the context the model was trained for, or packed, for any length.",
+            rich_help_panel="Longer than the cells",
+        ),
+    ] = _DEFAULT.positions,
     n_ctx: Annotated[
         int, typer.Option("--ctx-size", "-c", min=0, max=MAX_CELLS, help="Context; 0 fits the prompt and the answer.")
     ] = 0,
@@ -159,14 +198,25 @@ def run(
     config = None if no_snapkv else _settings(ctx, budget, window, kernel, pool, recent, paper)
     engine = _engine(threads, batch, ubatch, type_k, type_v, flash_attn, ngl)
     text = _prompt_text(prompt, file, question)
+    if cells and n_ctx:
+        raise typer.BadParameter("give --cells or --ctx-size, not both: the context has so many cells")
+    if cells and config is None:
+        raise typer.BadParameter("--cells needs SnapKV: leave out --no-snapkv, or give --ctx-size")
+    given = [name for name in ("chunk", "probe", "positions") if _is_given(ctx, name)]
+    if given and not cells:
+        raise typer.BadParameter(f"{', '.join(f'--{name}' for name in given)}: only with --cells")
     path = _model_path(model)
 
     from .prompt import Vocabulary, context_size
 
     with Vocabulary(path) as vocabulary:
         tokens = vocabulary.plain(text) if raw or not vocabulary.has_chat_template else vocabulary.chat(text)
-        _warn_of_length(len(tokens), vocabulary)
-    n_ctx = n_ctx or context_size(len(tokens) + n_predict + 1)
+        if config is not None and cells:
+            looks = probe or _question_tokens(vocabulary, question, tokens)
+            config = _with_chunks(config, chunk, looks, positions)
+        if config is None or config.positions == "true":
+            _warn_of_length(len(tokens), vocabulary)
+    n_ctx = cells or n_ctx or context_size(len(tokens) + n_predict + 1)
     llm = _load(path, config, n_ctx, engine)
 
     def show(text: str) -> None:
@@ -287,6 +337,82 @@ def info(
     for name, value in _flat(facts):
         table.add_row(name, value)
     show(table)
+
+
+@app.command(no_args_is_help=True)
+@guarded
+def plan(
+    model: ModelOption,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory", help="For weights, cache and all else: 8G, 512M; the default is what is free on the device."
+        ),
+    ] = None,
+    n_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--ctx", min=1, max=MAX_CELLS, help="Prompt and answer in tokens; the default is the trained context."
+        ),
+    ] = None,
+    n_seq: Annotated[
+        int, typer.Option("--parallel", "-np", min=1, max=256, help="Sequences, each with cells of its own.")
+    ] = 1,
+    types: Annotated[
+        str,
+        typer.Option(
+            "--types", help="Cache types, separated by commas; of K and V: q8_0/q4_0.", rich_help_panel="Rows"
+        ),
+    ] = "",
+    budgets: Annotated[
+        str, typer.Option("--budgets", help="Budget + chunk, separated by commas.", rich_help_panel="Rows")
+    ] = "512+512,1024+1024,2048+1024,4096+2048",
+    probe: Annotated[
+        int, typer.Option("--probe", min=0, max=MAX_WINDOW, help="Tokens of the probe.", rich_help_panel="SnapKV")
+    ] = 32,
+    window: Window = _DEFAULT.window,
+    batch: Batch = 512,
+    ubatch: Ubatch = 512,
+    flash_attn: FlashAttn = True,
+    swa_full: Annotated[
+        bool,
+        typer.Option(
+            "--swa-full/--no-swa-full",
+            help="Sliding-window layers with all cells, as in Python, or with few, as in llama-server.",
+            rich_help_panel="Engine",
+        ),
+    ] = True,
+    ngl: GpuLayers = -1,
+    as_json: AsJson = False,
+    markdown: AsMarkdown = False,
+) -> None:
+    """What fits into memory: cells of the full cache, and prompts in chunks, by cache type. Allocates nothing."""
+    pairs = _type_pairs(types or ("f16,q8_0,q4_0" if flash_attn else "f16,q8_0/f16,q4_0/f16"), flash_attn)
+    settings = [_budget(text, window, probe) for text in budgets.split(",")]
+    n_bytes = None if memory is None else _bytes("--memory", memory)
+    path = _model_path(model)
+
+    from . import plan as planning
+
+    engine = planning.Engine(n_seq, batch, ubatch, flash_attn, swa_full)
+    found = planning.plan(
+        path,
+        types=pairs,
+        budgets=settings,
+        memory=n_bytes,
+        n_tokens=n_tokens,
+        engine=engine,
+        n_gpu_layers=ngl,
+    )
+    if as_json:
+        typer.echo(json.dumps(planning.as_json(found, path, engine)))
+        return
+    title, table, notes = planning.report(found, path, engine, show_holds=n_tokens is not None)
+    for line in (title, None, *notes):
+        if line is None:
+            show(table, markdown)
+        else:
+            out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -458,6 +584,27 @@ def _settings(ctx: typer.Context, budget: str, window: int, kernel: int, pool: s
         raise typer.BadParameter(str(error)) from error
 
 
+def _with_chunks(config: SnapKV, chunk: int, probe: str | int, positions: str) -> SnapKV:
+    number = isinstance(probe, int) or (probe.isascii() and probe.isdigit())
+    try:
+        return replace(
+            config,
+            chunk=chunk,
+            probe=int(probe) if number else probe,
+            positions=positions,  # type: ignore[arg-type]  # checked there
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _question_tokens(vocabulary: Vocabulary, question: str | None, tokens: list[int]) -> int:
+    """Tokens at the prompt's end that are the question and what the chat template puts after it."""
+    if not question:
+        return _DEFAULT.probe if isinstance(_DEFAULT.probe, int) else 0
+    tail = len(vocabulary.chat(question)) - vocabulary.count(question) if vocabulary.has_chat_template else 0
+    return min(vocabulary.count(question) + max(tail, 0), _MAX_QUESTION, len(tokens))
+
+
 def _is_given(ctx: typer.Context, name: str) -> bool:
     source = ctx.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
@@ -501,6 +648,37 @@ def _cache_type(option: str, name: str) -> int:
     if name.lower() not in CACHE_TYPES:
         raise typer.BadParameter(f"{option} {name!r}: must be one of {', '.join(CACHE_TYPES)}")
     return ggml_type(name.lower())
+
+
+def _type_pairs(text: str, flash_attn: bool) -> list[tuple[str, str]]:
+    pairs = []
+    for part in text.split(","):
+        type_k, _, type_v = part.strip().lower().partition("/")
+        type_v = type_v or type_k
+        for name in (type_k, type_v):
+            _cache_type("--types", name)
+        if not flash_attn and type_v not in ("f32", "f16", "bf16"):
+            raise typer.BadParameter(f"--types {part}: a quantized V needs flash attention, leave it on")
+        pairs.append((type_k, type_v))
+    return list(dict.fromkeys(pairs))
+
+
+def _budget(text: str, window: int, probe: int) -> SnapKV:
+    budget, _, chunk = (part.strip() for part in text.partition("+"))
+    if not (budget.isdecimal() and chunk.isdecimal()):
+        raise typer.BadParameter(f"--budgets {text!r}: must be budget + chunk in cells, such as 1024+1024")
+    try:
+        return SnapKV(budget=int(budget), chunk=int(chunk), window=window, probe=probe)
+    except ValueError as error:
+        raise typer.BadParameter(f"--budgets {text!r}: {error}") from error
+
+
+def _bytes(option: str, text: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
+    size = 0 if match is None else int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
+    if not 1 <= size < 2**60:
+        raise typer.BadParameter(f"{option} {text!r}: must be a size, such as 512M, 8G or 1.5G (powers of 1024)")
+    return size
 
 
 def _prompt_text(prompt: str | None, file: str | None, question: str | None) -> str:
