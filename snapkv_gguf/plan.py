@@ -621,9 +621,7 @@ def _notes(plan: Plan) -> list[str]:
             "budget stays. A full cache compacted after the prompt takes what both take and reads what the budget reads"
         )
         if plan.packed:
-            notes.append(
-                "packed: with packed positions (--positions packed) prompts may be longer than the trained context"
-            )
+            notes.append("packed: with --positions packed, prompts may be longer than the trained context")
     notes.append(f"read per token: K and V that each new token reads after {plan.n_tokens} tokens")
     for pair in plan.refused:
         notes.append(f"{'/'.join(pair)}: llama.cpp makes no context with these types (snapkv --debug plan says why)")
