@@ -100,12 +100,14 @@ class Llama(llama_cpp.Llama):
     on_eval: Callable[[int, int], None] | None = None
 
     n_tokens: int
+    input_ids: npt.NDArray[np.intc]
     scores: npt.NDArray[np.single]
     _n_ctx: int
     _requires_eval: bool
     _n_heads = 0  # KV heads of all compacted layers, once they were counted
 
     _probe: int | list[int] = 0  # of chunks: last tokens of the prompt, or tokens of their own
+    _cells = 0  # of chunks: at most so many, 0 for all that the context has
     _shift = 0  # tokens less positions, with packed positions
     _answering = False  # the tokens that eval() gets were generated
     _chunk_passes = 0  # since the last pass of a prompt
@@ -153,11 +155,19 @@ class Llama(llama_cpp.Llama):
                 f"{self.model_path} cannot be used with snapkv: {_capi.status_str(status)} ({status.name}); "
                 "pass snapkv=False (--no-snapkv)"
             )
+        self._n_ctx = self.n_ctx()
         if snapkv.chunk is not None:
             self._enable_chunks(snapkv, snapkv.chunk)
+        if snapkv.positions == "packed":
+            # what was compacted cannot be removed by tokens, only all of it
+            remove = type(self._ctx).kv_cache_seq_rm
+            self._ctx.kv_cache_seq_rm = lambda seq_id, p0, p1: remove(
+                self._ctx, seq_id, p0 if p0 <= 0 else max(p0 - self._shift, 1), p1
+            )
 
     def _enable_chunks(self, snapkv: SnapKV, chunk: int) -> None:
-        cells, budget = self._n_ctx, snapkv.resolve(self._n_ctx).budget
+        cells = self._cells or self._n_ctx
+        budget = snapkv.resolve(cells).budget
         if isinstance(snapkv.probe, str):
             self._probe = self.tokenize(snapkv.probe.encode(), add_bos=False, special=True)
         else:
@@ -170,15 +180,9 @@ class Llama(llama_cpp.Llama):
             )
         # llama_cpp takes it for the longest prompt
         self._n_ctx = min(_capi.n_pos_max(self.ctx), _MAX_TOKENS)
-        self.input_ids = np.zeros(self._n_ctx, dtype=np.intc)
-        if snapkv.positions == "packed":
-            remove = self._ctx.kv_cache_seq_rm
-
-            def remove_tokens(seq_id: int, p0: int, p1: int) -> bool:
-                # what was compacted cannot be removed by tokens, only all of it
-                return bool(remove(seq_id, p0 if p0 <= 0 else max(p0 - self._shift, 1), p1))
-
-            self._ctx.kv_cache_seq_rm = remove_tokens
+        ids = np.zeros(self._n_ctx, dtype=np.intc)
+        ids[: self.n_tokens] = self.input_ids[: self.n_tokens]
+        self.input_ids = ids
 
     # the pass
 
@@ -261,7 +265,7 @@ class Llama(llama_cpp.Llama):
 
     def _resolve(self, config: SnapKV) -> ResolvedSnapKV:
         # a share of a prompt that is longer than the cells is one of the cells
-        return config.resolve(min(self.n_tokens, self.n_ctx()) if self._chunks() else self.n_tokens)
+        return config.resolve(min(self.n_tokens, self._cells or self.n_ctx()) if self._chunks() else self.n_tokens)
 
     def _compact_prompt(self) -> None:
         status, stats = self._pass(self._enabled())
@@ -427,8 +431,8 @@ class Llama(llama_cpp.Llama):
                     f"n_tokens={self.n_tokens}: tokens up to {frontier + self._shift} were compacted and cannot be "
                     "removed one by one; call reset() and evaluate the prompt again",
                 )
-        if self._chunks():
-            self._eval_chunks(self._enabled(), list(tokens))
+        if self.snapkv is not None and (self._chunks() or self.snapkv.positions == "packed"):
+            self._eval_chunks(self.snapkv, list(tokens))
             return
         n_batch = min(self.n_batch, self.context_params.n_ubatch) if self._observes() else self.n_batch
         try:
@@ -464,7 +468,7 @@ class Llama(llama_cpp.Llama):
                 self.on_eval(done, total)
             return True
 
-        settings = _capi.Params.of(snapkv.resolve(self.n_ctx()))
+        settings = _capi.Params.of(snapkv.resolve(self._cells or self.n_ctx()))
         # a generated token asks nothing: the answer's last tokens look
         probe = 0 if self._answering or len(tokens) == 1 else self._probe
         # interrupted, or refused: the context may hold the logits of tokens that were not counted
@@ -475,7 +479,8 @@ class Llama(llama_cpp.Llama):
                 0,
                 tokens,
                 params=settings,
-                chunk=snapkv.chunk or 0,
+                cells=self._cells,
+                chunk=snapkv.chunk or self.n_ctx(),
                 probe=probe,
                 logits_all=self._logits_all,
                 progress=on_batch,

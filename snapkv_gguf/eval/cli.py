@@ -33,14 +33,16 @@ def _option(*names: str, text: str, panel: str = _SELECTION, **kwargs: Any) -> A
 def evaluate(
     ctx: typer.Context,
     model: Annotated[str, typer.Option("--model", "-m", help="A GGUF file, or smollm2 or gemma3.")] = "",
-    suite: Annotated[str, typer.Option("--suite", help="default, quick or ablations.")] = "default",
+    suite: Annotated[str, typer.Option("--suite", help="default, quick, ablations or chunks.")] = "default",
     quick: Annotated[bool, typer.Option("--quick", help="The same as --suite quick: a first look.")] = False,
     config: Annotated[
         Path | None,
         typer.Option("--config", help="A TOML file instead of a suite; options go before it.", dir_okay=False),
     ] = None,
     tasks: Annotated[str, _option("--tasks", text="Names separated by commas; snapkv eval tasks lists them.")] = "",
-    methods: Annotated[str, _option("--methods", text="Names separated by commas, or like w16-max21-r0.5.")] = "",
+    methods: Annotated[
+        str, _option("--methods", text="Names separated by commas; snapkv eval methods lists them.")
+    ] = "",
     budgets: Annotated[str, _option("--budgets", text="Cells, or shares of the prompt, separated by commas.")] = "",
     lengths: Annotated[str, _option("--lengths", text="Tokens of a prompt, separated by commas.")] = "",
     depths: Annotated[str, _option("--depths", text="Of needles, 0 to 1, separated by commas.")] = "",
@@ -137,6 +139,10 @@ def methods() -> None:
     for name, text in DESCRIPTIONS.items():
         table.add_row(name, text)
     table.add_row("w16-max21-r0.5", "window, pooling, recent part as a share of the budget; -shared at the end")
+    table.add_row("snapkv+512", "read in budget + 512 cells, in chunks; +budget for as many as the budget")
+    table.add_row("snapkv+512:probe16", "the prompt's last 16 tokens look while it is read, not 32; :probe0 for none")
+    table.add_row("snapkv+512:question", "the question itself looks, wherever it stands")
+    table.add_row("snapkv+512:packed", "packed positions, for prompts beyond the trained context")
     show(table)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _capi
-from ..config import SnapKV
+from ..config import Rule, SnapKV
 from ..llama import Llama, SnapKVStats
 from ..prompt import Vocabulary, context_size
 from . import methods as names
@@ -75,13 +75,16 @@ class Engine:
 
     def __init__(self, model_path: Path, methods: Mapping[Method, SnapKV | None], n_tokens: int, **kwargs: Any) -> None:
         self.methods = methods
-        configs = [config for config in methods.values() if config is not None]
+        # those that read in chunks set up the context for themselves
+        configs = [config for config in methods.values() if config is not None and config.chunk is None]
         # the last tokens are evaluated anew for each method
         self._window = max((config.window for config in configs), default=1)
         observes = any(config.rule == "h2o" for config in configs)
+        rule: Rule = "h2o" if observes else "snapkv"
+        self._base = SnapKV(budget=self._window + 1, window=self._window, recent=0, rule=rule)
         self._llm = Llama(
             str(model_path),
-            snapkv=SnapKV(budget=self._window + 1, window=self._window, recent=0, rule="h2o" if observes else "snapkv"),
+            snapkv=self._base,
             n_ctx=context_size(n_tokens + 1),
             verbose=False,
             **kwargs,
@@ -133,7 +136,7 @@ class Engine:
         """Which tokens of the sample's prompt each layer and KV head keeps, as ``kept.json`` has it."""
         prompt = prompt_tokens(self._vocabulary, sample)
         maps = []
-        for start in self._starts(prompt, wanted):
+        for start in self._starts(prompt, wanted, sample.questions[0].probe):
             if start.stats is None:
                 continue
             layers = [
@@ -153,7 +156,7 @@ class Engine:
         prompt = prompt_tokens(self._vocabulary, sample)
         first, *later = sample.questions
         records = []
-        for start in self._starts(prompt, wanted):
+        for start in self._starts(prompt, wanted, first.probe):
             answer, tokens, seconds = self._answer(first)
             answers, scores = [answer], {"score": score(answer, first)}
             for i, question in enumerate(later, start=2):
@@ -166,7 +169,7 @@ class Engine:
         # with the document read again, and a pass made for the question
         for i, question in enumerate(later, start=2):
             alone = replace(sample, questions=(question,))
-            for j, _ in enumerate(self._starts(prompt_tokens(self._vocabulary, alone), wanted)):
+            for j, _ in enumerate(self._starts(prompt_tokens(self._vocabulary, alone), wanted, question.probe)):
                 answer, _, _ = self._answer(question)
                 scores = {**records[j].scores, f"reread_{i}": score(answer, question)}
                 records[j] = replace(records[j], scores=scores, answers=(*records[j].answers, answer))
@@ -197,7 +200,7 @@ class Engine:
         n = min(int(sample.fields["length"]), len(tokens) - N_NEXT)
         prompt, following = tokens[:n], tokens[n : n + N_NEXT]
         expected = np.empty((0, 0), np.float32)
-        for start in self._starts(prompt, {_FULL, *wanted}):
+        for start in self._starts(prompt, {_FULL, *wanted}, ""):
             seconds = 0.0
             # of each token of the text, before it is evaluated
             logs = np.empty((len(following), self._llm.n_vocab()), np.float32)
@@ -220,8 +223,41 @@ class Engine:
 
     # one prompt, many methods
 
-    def _starts(self, prompt: Sequence[int], wanted: Collection[Method]) -> Iterator[_Start]:
-        """Evaluate the prompt once, and for each method leave the context where its answer begins."""
+    def _starts(self, prompt: Sequence[int], wanted: Collection[Method], question: str) -> Iterator[_Start]:
+        """For each method leave the context where its answer begins, the full cache first."""
+        in_chunks = {method for method, config in self.methods.items() if config is not None and config.chunk}
+        at_once = {method for method in wanted if method not in in_chunks}
+        if at_once:
+            yield from self._at_once(prompt, at_once)
+        for method in self.methods:
+            if method in in_chunks and method in wanted:
+                yield self._in_chunks(method, prompt, question)
+
+    def _in_chunks(self, method: Method, prompt: Sequence[int], question: str) -> _Start:
+        """Evaluate the prompt in as many cells as the method has."""
+        llm, config = self._llm, self.methods[method]
+        assert config is not None
+        if config.probe == names.QUESTION:
+            config = replace(config, probe=question or config.window)
+        self._enable(config)
+        started = time.perf_counter()
+        llm.eval(prompt)
+        self._logits()
+        seconds = time.perf_counter() - started
+        return _Start(method, llm.compact(), llm.kv_cells, seconds, 0.0)
+
+    def _enable(self, config: SnapKV) -> None:
+        """Empty the context, for a method's settings."""
+        llm = self._llm
+        llm.reset()
+        llama_cpp.llama_memory_clear(llm._ctx.memory, False)
+        if llm.snapkv != config:
+            llm.snapkv, llm._cells = config, names.cells(config)
+            llm._enable(config)
+
+    def _at_once(self, prompt: Sequence[int], wanted: Collection[Method]) -> Iterator[_Start]:
+        """Evaluate the prompt once for all methods."""
+        self._enable(self._base)
         if len(prompt) <= self._window:
             raise ValueError(f"a prompt of {len(prompt)} tokens: must be longer than the window of {self._window}")
         llm = self._llm

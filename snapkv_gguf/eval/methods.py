@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from ..config import Pool, SnapKV
 
@@ -34,7 +35,16 @@ DESCRIPTIONS = {
     "h2o": "recent cells and those with the most attention of all prompt tokens (H2O)",
 }
 
+# a probe that is the sample's question, also where the prompt does not end with it
+QUESTION = "{question}"
+
 _SETTING = re.compile(r"w(\d+)-(max|avg)(\d+)-r(\d+(?:\.\d*)?|\.\d+)(-shared)?")
+
+
+_CHUNKS = re.compile(r"(.+?)\+(\d+|budget)((?::(?:probe\d+|question|packed))*)")
+
+#: What the names of methods may end with, for users.
+CHUNKS = "NAME+CHUNK[:probeN|:question][:packed]"
 
 
 def parse(name: str, budget: int | float) -> SnapKV | None:
@@ -43,6 +53,9 @@ def parse(name: str, budget: int | float) -> SnapKV | None:
     Args:
         name: One of :data:`NAMES`, or like ``w16-max21-r0.5``: window, pooling and its width, recent part (a share of
             the budget with a point, else cells), with ``-shared`` at the end one selection for all layers and heads.
+            With ``+512`` at the end the prompt is read in budget + 512 cells, in chunks; ``+budget`` for as many as the
+            budget; then ``:probe16`` for another probe than the default, ``:question`` for the question itself wherever
+            it stands in the prompt, ``:packed`` for packed positions.
         budget: Cells (int), or a share of the prompt (float).
 
     Raises:
@@ -52,9 +65,12 @@ def parse(name: str, budget: int | float) -> SnapKV | None:
         return None
     if name in _NAMED:
         return _NAMED[name](budget)
+    chunks = _CHUNKS.fullmatch(name)
+    if chunks is not None:
+        return _in_chunks(name, chunks, budget)
     match = _SETTING.fullmatch(name)
     if match is None:
-        raise ValueError(f"method {name!r}: must be one of {', '.join(NAMES)}, or like w16-max21-r0.5")
+        raise ValueError(f"method {name!r}: must be one of {', '.join(NAMES)}, or like w16-max21-r0.5, or {CHUNKS}")
     window, pool, kernel, recent, shared = match.groups()
     kind: Pool = "max" if pool == "max" else "avg"
     return SnapKV(
@@ -65,6 +81,35 @@ def parse(name: str, budget: int | float) -> SnapKV | None:
         recent=float(recent) if "." in recent else int(recent),
         rule="shared" if shared else "snapkv",
     )
+
+
+def _in_chunks(name: str, match: re.Match[str], budget: int | float) -> SnapKV:
+    base, chunk, options = match.groups()
+    config = parse(base, budget)
+    if config is None or config.chunk is not None:
+        raise ValueError(f"method {name!r}: must be {CHUNKS}, of another method than {base!r}")
+    if not isinstance(budget, int):
+        raise ValueError(f"method {name!r}: needs a budget in cells, not {budget}")
+    probe: int | str = config.probe
+    for option in options.split(":"):
+        if option == "question":
+            probe = QUESTION
+        elif option.startswith("probe"):
+            probe = int(option.removeprefix("probe"))
+    found = replace(
+        config,
+        chunk=budget if chunk == "budget" else int(chunk),
+        probe=probe,
+        positions="packed" if "packed" in options.split(":") else "true",
+    )
+    if isinstance(probe, int) and (found.chunk or 0) <= probe:
+        raise ValueError(f"method {name!r}: the chunk must be more than the probe of {probe} tokens")
+    return found
+
+
+def cells(config: SnapKV) -> int:
+    """That a method reads a prompt in; 0 for all."""
+    return 0 if config.chunk is None else int(config.budget) + config.chunk
 
 
 def expand(names: Iterable[str], budgets: Iterable[int | float]) -> dict[tuple[str, int | float], SnapKV | None]:

@@ -30,7 +30,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-SUITES = ("default", "quick", "ablations")
+SUITES = ("default", "quick", "ablations", "chunks")
 
 _COST_TOKENS = 32  # decoded to measure speed
 _CALIBRATION = 2048  # tokens evaluated for the estimate
@@ -186,6 +186,12 @@ class Run:
         for (name, budget), config in self.methods.items():
             if config is None:
                 continue
+            longest = max(self.n_tokens[s.id] + room_for_answers(s) for s in self.samples)
+            if config.chunk is not None and config.positions == "true" and 0 < self.n_ctx_train < longest:
+                raise ValueError(
+                    f"method {name}: {longest} tokens are more than the {self.n_ctx_train} the model was trained for; "
+                    f"{name}:packed reads them"
+                )
             if isinstance(config.budget, float) and round(config.budget * n) <= config.window:
                 raise ValueError(f"budget {budget} of {n} tokens is within the window of {name}: raise it")
             if config.resolve(n).budget < n and max(config.kernel, config.window) > n - config.window:
@@ -206,8 +212,15 @@ class Run:
 
     @property
     def n_context(self) -> int:
-        """Tokens that the context must hold."""
-        return max(self.n_tokens[sample.id] + room_for_answers(sample) for sample in self.samples)
+        """Cells that the context must have."""
+        # what follows a running text is compared with the full cache's
+        at_once = any(not sample.questions for sample in self.samples) or any(
+            config is None or config.chunk is None for config in (self.methods[method] for method in self._wanted)
+        )
+        room = max(room_for_answers(sample) for sample in self.samples)
+        in_chunks = max(methods.cells(config) for config in self.methods.values() if config) if self.methods else 0
+        whole = max(self.n_tokens[sample.id] + room_for_answers(sample) for sample in self.samples)
+        return whole if at_once else in_chunks + room
 
     @property
     def is_finished(self) -> bool:
@@ -374,10 +387,18 @@ class Estimate:
         # answers of small models often run to their end
         n_answer = sum(question.max_tokens for question in sample.questions) or room_for_answers(sample)
         n_prompts = max(1, len(sample.questions))
-        seconds = n_prompts * self.prefill(n)
-        for name, budget in left:
-            config = self.run.methods[name, budget]
+        left = list(left)
+        configs = [self.run.methods[method] for method in left]
+        at_once = not sample.questions or any(config is None or config.chunk is None for config in configs)
+        seconds = n_prompts * self.prefill(n) if at_once else 0.0
+        for config in configs:
             cells = n if config is None else min(n, config.resolve(n).budget)
+            if config is not None and config.chunk is not None:
+                # a probe for each chunk, and attention to the cells at most
+                n_probes = n / config.chunk * (config.probe if isinstance(config.probe, int) else 32)
+                attention = self.slope * min(n / 2, cells + config.chunk / 2)
+                seconds += n_prompts * (n + n_probes) * (self.batch + attention) + self.decoding(n_answer, cells)
+                continue
             seconds += n_prompts * (self.restore * n + self.prefill(n) * 0.02) + self.decoding(n_answer, cells)
         return seconds
 

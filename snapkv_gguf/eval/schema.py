@@ -24,6 +24,7 @@ class Question:
         lead_in_chat: Whether a chat model's answer is begun with it too, as RULER does.
         max_tokens: Longest answer.
         choices: All labels, for metrics of classification.
+        asks: What is asked, where the text is not that: the question stood before the context.
     """
 
     text: str
@@ -32,6 +33,12 @@ class Question:
     lead_in_chat: bool = False
     max_tokens: int = 32
     choices: tuple[str, ...] = ()
+    asks: str = ""
+
+    @property
+    def probe(self) -> str:
+        """What a probe of its own asks."""
+        return self.asks or self.text
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,39 @@ def test_answers(model_path: Path) -> None:
         llm.close()
     # the choice makes a difference
     assert len({record.answers for record in found.values()}) > 2
+
+
+def test_in_chunks(model_path: Path) -> None:
+    """As a user's context of so many cells; the order of methods does not matter."""
+    from snapkv_gguf import Llama
+
+    question = Question("And then?", ("x",), lead="Then", max_tokens=10, asks="What of the dog?")
+    names = ("full", "snapkv+budget", "snapkv", "snapkv+100:probe0", "snapkv+80:question:packed", "random+100", "h2o")
+    every = methods.expand(names, (92, 156))
+    with engines.Engine(model_path, every, 1024, **OPTIONS) as engine:
+        found = {(r.method, r.budget): r for r in engine.run(sample(question), list(every))}
+        for method in reversed(list(every)):
+            (again,) = engine.run(sample(question), [method])
+            assert (again.answers, again.cells) == (found[method].answers, found[method].cells)
+        kept = engine.kept(sample(question), [("snapkv+budget", 92)])["maps"][0]["layers"][0]["heads"][0]
+    assert len(kept) == 92
+    assert len({record.answers for record in found.values()}) > 3
+    for (name, budget), record in found.items():
+        config = methods.parse(name, budget)
+        if config is None or config.chunk is None:
+            continue
+        if config.probe == methods.QUESTION:
+            config = replace(config, probe="What of the dog?")
+        # llama.cpp's contexts are multiples of 256 cells
+        llm = Llama(str(model_path), snapkv=config, n_ctx=1024, verbose=False, **OPTIONS)
+        llm._cells = methods.cells(config)
+        prompt = llm.tokenize(f"{TEXT}\n\nAnd then?\nThen".encode())
+        assert len(prompt) > llm._cells
+        with contextlib.closing(llm.generate(prompt, temp=0.0)) as generator:
+            tokens = list(itertools.islice(generator, 10))
+        assert record.answers == (llm.detokenize(tokens).decode(errors="replace"),), name
+        assert record.cells == budget
+        llm.close()
 
 
 def test_scores(model_path: Path) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from snapkv_gguf import SnapKV
@@ -39,3 +41,35 @@ def test_budgets_that_do_not_fit() -> None:
 def test_every_method_with_every_budget() -> None:
     found = expand(["snapkv", "full", "random"], [256, 0.5])
     assert list(found) == [("full", 0), ("snapkv", 256), ("snapkv", 0.5), ("random", 256), ("random", 0.5)]
+
+
+def test_in_chunks() -> None:
+    assert parse("snapkv+512", 1024) == SnapKV(1024, chunk=512)
+    assert parse("snapkv+budget", 1024) == SnapKV(1024, chunk=1024)
+    assert parse("paper+256:probe0", 128) == replace(SnapKV.paper(128), chunk=256, probe=0)
+    assert parse("random+256:probe64:packed", 128) == SnapKV(
+        128, rule="random", chunk=256, probe=64, positions="packed"
+    )
+    assert parse("w32-avg5-r0+256:question", 128) == replace(SnapKV.paper(128), chunk=256, probe=methods.QUESTION)
+    assert methods.cells(SnapKV(1024, chunk=512)) == 1536
+    assert methods.cells(SnapKV(1024)) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("full+512", "of another method than 'full'"),
+        ("snapkv+512+512", "of another method than 'snapkv\\+512'"),
+        ("snapkv+", "must be one of"),
+        ("snapkv+512:prob3", "must be one of"),
+        ("snapkv+32", "the chunk must be more than the probe of 32 tokens"),
+    ],
+)
+def test_chunks_that_are_none(name: str, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        parse(name, 512)
+
+
+def test_chunks_need_a_budget_in_cells() -> None:
+    with pytest.raises(ValueError, match=r"needs a budget in cells, not 0\.5"):
+        parse("snapkv+512", 0.5)

@@ -19,6 +19,7 @@ LENGTHS = (512, 2048, 8192)
 
 RETRIEVAL = {
     "needle": "string_match_any",
+    "question-first": "string_match_any",
     "niah-multikey": "string_match_all",
     "niah-multivalue": "string_match_all",
     "niah-multiquery": "string_match_all",
@@ -39,7 +40,9 @@ METRICS = RETRIEVAL | OTHERS
 ASKING = sorted(METRICS.keys() - {"text"})
 
 # tokens, by count(), of one paragraph, document or pair; of a line, word or example for the others
-STEPS = dict.fromkeys(("needle", "niah-multikey", "niah-multivalue", "niah-multiquery", "qa", "questions"), 170)
+STEPS = dict.fromkeys(
+    ("needle", "question-first", "niah-multikey", "niah-multivalue", "niah-multiquery", "qa", "questions"), 170
+)
 STEPS["kv-retrieval"] = 70
 
 
@@ -80,6 +83,7 @@ def test_registry() -> None:
     assert {name for name in METRICS if TASKS[name].retrieval} == RETRIEVAL.keys()
     assert {name: task.axis for name, task in TASKS.items() if task.axis and name != "longbench"} == {
         "needle": "depth",
+        "question-first": "depth",
         "icl-classification": "variant",
     }
 
@@ -87,7 +91,7 @@ def test_registry() -> None:
 @pytest.mark.parametrize("task", sorted(METRICS))
 def test_samples_have_what_the_contract_asks_for(task: str) -> None:
     found = samples(task, request(LENGTHS))
-    variants = {"needle": 3, "icl-classification": 2}.get(task, 1)
+    variants = {"needle": 3, "question-first": 3, "icl-classification": 2}.get(task, 1)
     assert [sample.fields["length"] for sample in found] == [n for n in LENGTHS for _ in range(2 * variants)]
     assert len({sample.id for sample in found}) == len(found)
     assert len({sample.context for sample in found}) == len(found)
@@ -583,3 +587,12 @@ def test_a_document_that_is_shorter_than_the_length_is_repeated(tmp_path: Path) 
     path.write_text("The only paragraph of this document, which is long enough to be one, goes on for a line.\n")
     for sample in samples("needle", request((2048,), document=path)):
         assert sample.context.count("The only paragraph") > 50
+
+
+def test_the_question_before_the_text() -> None:
+    for first, last in zip(samples("question-first", request()), samples("needle", request()), strict=True):
+        (question,) = first.questions
+        assert first.context.startswith("Question: What is the secret access code?\n\n")
+        assert first.context.count(question.references[0]) == last.context.count(last.questions[0].references[0]) == 1
+        assert "code" not in question.text
+        assert question.probe == last.questions[0].text == last.questions[0].probe

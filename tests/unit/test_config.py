@@ -102,8 +102,27 @@ def test_shares() -> None:
 def test_numpy_numbers_become_pythons() -> None:
     config = SnapKV(budget=np.int64(512), window=np.int32(8), kernel=np.uint8(5), recent=np.float32(0.5))  # type: ignore[arg-type]
     assert config == SnapKV(budget=512, window=8, kernel=5, recent=0.5)
-    assert [type(value) for value in dataclasses.astuple(config)] == [int, int, int, str, float, str]
+    assert [type(value) for value in dataclasses.astuple(config)[:6]] == [int, int, int, str, float, str]
+    assert type(SnapKV(chunk=np.int64(512), probe=np.int32(8)).chunk) is int  # type: ignore[arg-type]
     assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_chunks() -> None:
+    config = SnapKV(chunk=512, probe="Who?", positions="packed")
+    assert config.resolve(4000).positions == "packed"
+    assert SnapKV(budget=0.001, window=16, recent=0, positions="packed").resolve(100).budget == 18
+    for settings, match in (
+        ({"chunk": 0}, "chunk=0: must be between 1"),
+        ({"chunk": 1.5}, "must be a number of tokens"),
+        ({"chunk": True}, "must be a number of tokens"),
+        ({"probe": -1}, r"probe=-1: must be between 0 \(none\) and 4096"),
+        ({"probe": 4097}, "try 32"),
+        ({"probe": 0.5}, "a number of tokens .int. or a text"),
+        ({"positions": "paked"}, "positions='paked': must be 'true' or 'packed'"),
+        ({"budget": 17, "recent": 0, "positions": "packed"}, "budget=17: must be at least window=16 and 2 more"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=match):
+            SnapKV(**settings)  # type: ignore[arg-type]
 
 
 def test_paper() -> None:

@@ -309,3 +309,19 @@ def test_models_whose_positions_cannot_be_packed(tmp_path: Path) -> None:
         make_chunks(path, PACKED)
     with contextlib.closing(make_chunks(path, CHUNKS)) as llm:
         assert len(say(llm, LONG)) == 12
+
+
+def test_packed_without_chunks(model_path: Path) -> None:
+    """One pass, whose kept keys are rotated; the prompt must fit."""
+    config = SnapKV(64, 8, 5, recent=0.25, positions="packed")
+    with contextlib.closing(make(model_path, config)) as llm:
+        answer = say(llm, SHORT, 30)
+        n = len(tokens_of(llm, SHORT))
+        assert (llm.n_tokens, llm.kv_cells) == (n + 29, 64 + 29)
+        assert llm.snapkv_stats.chunk_passes == 0
+        more = [*tokens_of(llm, SHORT), *answer, *tokens_of(llm, "And? ")]
+        evaluated = Evaluated(llm)
+        assert len(say(llm, more, 5)) == 5
+        assert evaluated.since() < 60
+        with pytest.raises(ValueError, match="exceed context window"):
+            complete(llm, LONG)

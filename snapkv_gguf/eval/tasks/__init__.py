@@ -8,7 +8,7 @@ from . import fewshot, infinitebench, longbench, needle, qa, questions, ruler, r
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        needle.TASK,
+        *needle.TASKS,
         *ruler.TASKS,
         qa.TASK,
         *infinitebench.TASKS,
