@@ -103,7 +103,19 @@ static std::vector<std::vector<uint8_t>> read_rows(llama_context * ctx, llama_se
     return res;
 }
 
-static void run(llama_model * model, bool unified, bool flash_attn, ggml_type type_kv, uint32_t seed) {
+struct progress_state {
+    uint32_t n_done = 0;
+    uint32_t n_max  = 0;
+};
+
+static bool stop_after(uint32_t n_done, uint32_t n_tokens, void * data) {
+    auto * state = (progress_state *) data;
+    CHECK(n_done > state->n_done && n_done <= n_tokens);
+    state->n_done = n_done;
+    return n_done < state->n_max;
+}
+
+static void run(llama_model * model, bool unified, bool flash_attn, ggml_type type_kv, llama_snapkv_positions positions, uint32_t seed) {
     const uint32_t n_seq = 3;
 
     auto cparams = llama_context_default_params();
@@ -122,7 +134,9 @@ static void run(llama_model * model, bool unified, bool flash_attn, ggml_type ty
     llama_context * ctx = llama_init_from_model(model, cparams);
     CHECK(ctx);
 
-    CHECK(llama_snapkv_init(ctx, { 64, 8, 0, 5, LLAMA_SNAPKV_POOL_MAX }) == LLAMA_SNAPKV_STATUS_OK);
+    const bool is_packed = positions == LLAMA_SNAPKV_POSITIONS_PACKED;
+
+    CHECK(llama_snapkv_init(ctx, { 64, 8, 0, 5, LLAMA_SNAPKV_POOL_MAX, LLAMA_SNAPKV_RULE_SNAPKV, positions }) == LLAMA_SNAPKV_STATUS_OK);
 
     llama_memory_t mem = llama_get_memory(ctx);
 
@@ -134,12 +148,14 @@ static void run(llama_model * model, bool unified, bool flash_attn, ggml_type ty
     std::vector<uint8_t> state;
 
     int n_compacted = 0;
+    int n_room_made = 0;
+    int n_stopped   = 0;
 
     for (int it = 0; it < 600; ++it) {
         const llama_seq_id seq_id = uniform(0, n_seq - 1);
         const llama_pos    pos    = llama_memory_seq_pos_max(mem, seq_id) + 1;
 
-        switch (uniform(0, 9)) {
+        switch (uniform(0, 11)) {
             case 0: case 1: case 2: // a prompt or a token, sometimes aborted
                 {
                     batch.n_tokens = uniform(0, 1) ? 1 : uniform(1, 64);
@@ -164,7 +180,10 @@ static void run(llama_model * model, bool unified, bool flash_attn, ggml_type ty
                 } break;
             case 3: case 4: case 5: // a pass: the rows are those of the positions that it says
                 {
-                    llama_snapkv_params params = { (uint32_t) uniform(9, 100), 8, 0, (uint32_t) uniform(0, 10)*2 + 1, uniform(0, 1) ? LLAMA_SNAPKV_POOL_AVG : LLAMA_SNAPKV_POOL_MAX };
+                    llama_snapkv_params params = {
+                        (uint32_t) uniform(10, 100), 8, 0, (uint32_t) uniform(0, 10)*2 + 1, uniform(0, 1) ? LLAMA_SNAPKV_POOL_AVG : LLAMA_SNAPKV_POOL_MAX,
+                        LLAMA_SNAPKV_RULE_SNAPKV, positions,
+                    };
                     if (params.n_budget > 20 && uniform(0, 1)) {
                         params.n_recent = params.n_budget/2;
                     }
@@ -173,7 +192,9 @@ static void run(llama_model * model, bool unified, bool flash_attn, ggml_type ty
 
                     std::vector<llama_pos> old_pos(n_before);
                     const bool is_known = n_before == 0 || llama_snapkv_get_kept(ctx, seq_id, 1, 1, old_pos.data(), n_before) == n_before;
-                    const auto old_rows = read_rows(ctx, seq_id, 1, it % 2, 1);
+
+                    const int32_t it_row   = is_packed ? 1 : it % 2; // packed keys are rotated
+                    const auto    old_rows = read_rows(ctx, seq_id, 1, it_row, 1);
 
                     llama_snapkv_stats stats;
                     const auto status = llama_snapkv_compact(ctx, seq_id, &params, &stats);
@@ -185,7 +206,7 @@ static void run(llama_model * model, bool unified, bool flash_attn, ggml_type ty
                         std::vector<llama_pos> pos_now(params.n_budget);
                         if (is_known) {
                             CHECK(llama_snapkv_get_kept(ctx, seq_id, 1, 1, pos_now.data(), params.n_budget) == (int32_t) params.n_budget);
-                            const auto rows = read_rows(ctx, seq_id, 1, it % 2, 1);
+                            const auto rows = read_rows(ctx, seq_id, 1, it_row, 1);
                             for (uint32_t j = 0; j < params.n_budget; ++j) {
                                 const size_t src = std::find(old_pos.begin(), old_pos.end(), pos_now[j]) - old_pos.begin();
                                 CHECK(src < old_rows.size() && rows[j] == old_rows[src]);
@@ -193,7 +214,8 @@ static void run(llama_model * model, bool unified, bool flash_attn, ggml_type ty
                         }
                         n_compacted++;
                     } else {
-                        CHECK(status == LLAMA_SNAPKV_STATUS_WITHIN_BUDGET || status == LLAMA_SNAPKV_STATUS_NO_QUERIES || status == LLAMA_SNAPKV_STATUS_SHARED_CELLS);
+                        CHECK(status == LLAMA_SNAPKV_STATUS_WITHIN_BUDGET || status == LLAMA_SNAPKV_STATUS_NO_QUERIES || status == LLAMA_SNAPKV_STATUS_SHARED_CELLS ||
+                            (is_packed && status == LLAMA_SNAPKV_STATUS_NOT_PACKED));
                         CHECK(llama_snapkv_n_cells(ctx, seq_id) == n_before);
                     }
                 } break;
@@ -221,7 +243,52 @@ static void run(llama_model * model, bool unified, bool flash_attn, ggml_type ty
                         llama_state_seq_set_data(ctx, state.data(), state.size(), seq_id);
                     }
                 } break;
-            case 9: // make room
+            case 9: case 10: // a prompt of any length, sometimes stopped or aborted
+                {
+                    std::vector<llama_token> tokens(uniform(0, 400));
+                    for (auto & token : tokens) {
+                        token = uniform(0, N_VOCAB - 1);
+                    }
+
+                    const llama_snapkv_params params = { (uint32_t) uniform(20, 80), 8, (uint32_t) uniform(0, 1)*10, 5, LLAMA_SNAPKV_POOL_MAX, LLAMA_SNAPKV_RULE_SNAPKV, positions };
+
+                    progress_state progress;
+                    progress.n_max = uniform(0, 3) ? 1 << 30 : uniform(0, 400);
+
+                    abort_state abort;
+                    abort.n_max = uniform(0, 3) ? 1 << 30 : uniform(0, 400);
+                    llama_set_abort_callback(ctx, abort_after, &abort);
+
+                    auto prefill = llama_snapkv_prefill_default_params();
+                    prefill.params             = &params;
+                    prefill.n_chunk            = uniform(1, 100);
+                    prefill.n_cells            = uniform(0, 1)*uniform(0, 256);
+                    prefill.n_probe            = uniform(0, 40);
+                    prefill.probe              = uniform(0, 1) || prefill.n_probe > tokens.size() ? nullptr : tokens.data();
+                    prefill.logits_all         = uniform(0, 1);
+                    prefill.progress           = stop_after;
+                    prefill.progress_user_data = &progress;
+
+                    const int32_t n_before = llama_snapkv_n_cells(ctx, seq_id);
+
+                    llama_snapkv_prefill_stats stats;
+                    const auto status = llama_snapkv_prefill(ctx, seq_id, tokens.data(), tokens.size(), &prefill, &stats);
+
+                    llama_set_abort_callback(ctx, nullptr, nullptr);
+
+                    const int32_t n_after = llama_snapkv_n_cells(ctx, seq_id);
+
+                    if (status == LLAMA_SNAPKV_STATUS_OK) {
+                        CHECK(n_after == (int32_t) stats.n_cells && n_after == n_before + (int32_t) tokens.size() - (int32_t) stats.n_evicted);
+                        n_room_made += stats.n_passes;
+                    } else if (status == LLAMA_SNAPKV_STATUS_CANCELLED || status == LLAMA_SNAPKV_STATUS_SEQUENCE_LOST) {
+                        CHECK(n_after == 0 && llama_memory_seq_pos_max(mem, seq_id) == -1);
+                        n_stopped++;
+                    } else {
+                        CHECK(n_after == n_before);
+                    }
+                } break;
+            case 11: // make room
                 {
                     if (uniform(0, 2) == 0) {
                         llama_memory_seq_rm(mem, seq_id, -1, -1);
@@ -231,8 +298,11 @@ static void run(llama_model * model, bool unified, bool flash_attn, ggml_type ty
         }
     }
 
-    printf("unified %d, flash attention %d, %s: %d passes\n", unified, flash_attn, ggml_type_name(type_kv), n_compacted);
+    printf("unified %d, flash attention %d, %s, %s positions: %d passes, room made %d times, %d prompts stopped\n",
+            unified, flash_attn, ggml_type_name(type_kv), is_packed ? "packed" : "true", n_compacted, n_room_made, n_stopped);
     CHECK(n_compacted > 10);
+    CHECK(n_room_made > 10);
+    CHECK(n_stopped   >  5);
 
     llama_batch_free(batch);
     llama_free(ctx);
@@ -250,10 +320,12 @@ int main() {
     CHECK(model);
 
     for (const bool unified : { true, false }) {
-        run(model, unified, true,  GGML_TYPE_F16,  1);
-        run(model, unified, true,  GGML_TYPE_Q8_0, 2);
-        run(model, unified, true,  GGML_TYPE_Q4_1, 3);
-        run(model, unified, false, GGML_TYPE_F16,  4);
+        run(model, unified, true,  GGML_TYPE_F16,  LLAMA_SNAPKV_POSITIONS_TRUE,   1);
+        run(model, unified, true,  GGML_TYPE_Q8_0, LLAMA_SNAPKV_POSITIONS_TRUE,   2);
+        run(model, unified, true,  GGML_TYPE_Q4_1, LLAMA_SNAPKV_POSITIONS_TRUE,   3);
+        run(model, unified, false, GGML_TYPE_F16,  LLAMA_SNAPKV_POSITIONS_TRUE,   4);
+        run(model, unified, true,  GGML_TYPE_F16,  LLAMA_SNAPKV_POSITIONS_PACKED, 5);
+        run(model, unified, true,  GGML_TYPE_Q8_0, LLAMA_SNAPKV_POSITIONS_PACKED, 6);
     }
 
     llama_model_free(model);
