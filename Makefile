@@ -27,12 +27,13 @@ help: ## this list
 	@echo '  make test-RING      one ring of tests: $(RINGS)'
 	@echo 'CMAKE_ARGS="-DGGML_CUDA=ON" and the like choose backends, SNAPKV_LLAMA_SOURCE=... a local llama-cpp-python sdist.'
 
+# setuptools: the build has no isolation, and jieba comes as source only
 $(VENV)/.tools:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo "Python >= 3.10 is needed, $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 	    { echo "$(PYTHON) cannot make a virtual environment: install its venv module (Debian: apt install python3-venv)"; exit 1; }
-	$(PIP) install --quiet --upgrade 'pip>=23.1' 'scikit-build-core>=1.0' cmake ninja
+	$(PIP) install --quiet --upgrade 'pip>=23.1' 'scikit-build-core>=1.0' 'setuptools>=70.1' cmake ninja
 	@touch $@
 
 venv: $(VENV)/.tools ## the virtual environment with the build tools
