@@ -57,12 +57,22 @@ def flags(snapkv: SnapKV | Mapping[str, Any] | bool | None) -> list[str]:
     """The settings as llama-server's options.
 
     Raises:
-        TypeError, ValueError: As :meth:`SnapKV.coerce`.
+        TypeError, ValueError: As :meth:`SnapKV.coerce`, and for what the server does not have: other rules, packed
+            positions, a probe that is a text.
     """
     config = SnapKV.coerce(snapkv)
     if config is None:
         return ["--no-snapkv"]
-    names = ("budget", "window", "kernel", "pool", "recent")
+    for name, values in (("rule", ["snapkv"]), ("positions", ["true"])):
+        if getattr(config, name) not in values:
+            raise ValueError(f"{name}={getattr(config, name)!r}: llama-server has only {values[0]!r}")
+    names = ["budget", "window", "kernel", "pool", "recent"]
+    if config.chunk is not None:
+        if isinstance(config.probe, str):
+            raise ValueError(
+                f"probe={config.probe!r}: for llama-server it is a number of tokens, the prompt's last ones"
+            )
+        names += ["chunk", "probe"]
     return ["--snapkv", *(part for name in names for part in (f"--snapkv-{name}", str(getattr(config, name))))]
 
 

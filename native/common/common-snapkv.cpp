@@ -13,9 +13,12 @@
 static constexpr int32_t SNAPKV_N_WINDOW_MAX = 4096;
 static constexpr double  SNAPKV_N_CELLS_MAX  = 1 << 30;
 
+// as in snapkv_gguf/config.py
+static constexpr int32_t SNAPKV_N_PROBE_MAX = 4096;
+
 bool common_params_snapkv::operator==(const common_params_snapkv & other) const {
     const auto fields = [](const common_params_snapkv & p) {
-        return std::make_tuple(p.enabled, p.budget, p.window, p.kernel, p.recent, p.pool);
+        return std::make_tuple(p.enabled, p.budget, p.window, p.kernel, p.recent, p.pool, p.probe);
     };
 
     return fields(*this) == fields(other);
@@ -52,11 +55,24 @@ std::string common_snapkv_check(const common_params_snapkv & params, const std::
     if (params.recent >= 1 && params.budget >= 1 && params.recent >= params.budget) {
         return error("recent", params.recent, string_format("must be less than %sbudget %.10g, else nothing is left to select", prefix.c_str(), params.budget));
     }
+    if (!(params.chunk >= 0 && params.chunk <= SNAPKV_N_CELLS_MAX)) {
+        return error("chunk", params.chunk, "must be a number of tokens, at most 2^30, or 0 for prompts that fit only, try 1024");
+    }
+    if (!(params.probe >= 0 && params.probe <= SNAPKV_N_PROBE_MAX)) {
+        return error("probe", params.probe, string_format("must be between 0 (none) and %d tokens, try 32", SNAPKV_N_PROBE_MAX));
+    }
+    if (params.prompt_max < 0) {
+        return error("prompt-max", params.prompt_max, "must be a number of tokens, or 0 for as many as the model allows");
+    }
 
     return "";
 }
 
 llama_snapkv_params common_snapkv_resolve(const common_params_snapkv & params, int32_t n_tokens) {
+    if (params.n_cells > 0) {
+        n_tokens = std::min(n_tokens, params.n_cells);
+    }
+
     const uint32_t n_window = params.window;
     const uint32_t n_fixed  = params.recent >= 1 ? std::max(n_window, (uint32_t) params.recent) : n_window;
 
@@ -146,6 +162,24 @@ std::vector<common_arg> common_snapkv_args() {
             params.snapkv.recent = snapkv_number(value);
         }
     ), "LLAMA_ARG_SNAPKV_RECENT");
+    add(common_arg({ "--snapkv-chunk" }, "N",
+        string_format("SnapKV: read prompts that are longer than the cells, with a pass every N tokens once they are full, 0 = off (default: %d)", params.chunk),
+        [](common_params & params, int value) {
+            params.snapkv.chunk = value;
+        }
+    ), "LLAMA_ARG_SNAPKV_CHUNK");
+    add(common_arg({ "--snapkv-probe" }, "N",
+        string_format("SnapKV: last tokens of such a prompt, the question, that choose while it is read, 0 = none (default: %d)", params.probe),
+        [](common_params & params, int value) {
+            params.snapkv.probe = value;
+        }
+    ), "LLAMA_ARG_SNAPKV_PROBE");
+    add(common_arg({ "--snapkv-prompt-max" }, "N",
+        "SnapKV: with --snapkv-chunk, longest prompt and answer in tokens, 0 = the context that the model was trained for (default: 0)",
+        [](common_params & params, int value) {
+            params.snapkv.prompt_max = value;
+        }
+    ), "LLAMA_ARG_SNAPKV_PROMPT_MAX");
 
     return res;
 }

@@ -23,6 +23,13 @@ struct common_params_snapkv {
 
     enum llama_snapkv_pool pool = LLAMA_SNAPKV_POOL_MAX;
 
+    int32_t chunk      = 0;  // tokens between two passes while a prompt longer than the cells is read, 0: it must fit
+    int32_t probe      = 32; // last tokens of such a prompt, that look meanwhile
+    int32_t prompt_max = 0;  // tokens of a prompt and its answer, 0: as many as the model allows
+
+    int32_t n_cells = 0; // of a sequence, with chunks, once they are known: a share of the prompt is at most one of these
+
+    // the same selection from the same prompt
     bool operator==(const common_params_snapkv & other) const;
     bool operator!=(const common_params_snapkv & other) const { return !(*this == other); }
 };

@@ -34,6 +34,9 @@ from snapkv_gguf.server import Server, ServerError, binary
         (["--snapkv-pool", "mean"], "must be 'avg' or 'max'"),
         (["--snapkv-recent", "5"], "--snapkv-recent 5: must be 0 or at least --snapkv-window 16"),
         (["--snapkv-recent", "1024"], "--snapkv-recent 1024: must be less than --snapkv-budget 1024"),
+        (["--snapkv-chunk", "-1"], "--snapkv-chunk -1: must be a number of tokens"),
+        (["--snapkv-probe", "-1"], "--snapkv-probe -1: must be between 0 (none) and 4096"),
+        (["--snapkv-prompt-max", "-1"], "--snapkv-prompt-max -1: must be a number of tokens"),
     ],
 )
 def test_wrong_options(arguments: list[str], told: str, tiny_llama: Path) -> None:
@@ -43,7 +46,7 @@ def test_wrong_options(arguments: list[str], told: str, tiny_llama: Path) -> Non
 
 def test_help() -> None:
     shown = subprocess.run([binary(), "--help"], capture_output=True, text=True, check=True).stdout
-    for name in ("", "-budget", "-window", "-kernel", "-pool", "-recent"):
+    for name in ("", "-budget", "-window", "-kernel", "-pool", "-recent", "-chunk", "-probe", "-prompt-max"):
         assert f"--snapkv{name}" in shown
         assert f"LLAMA_ARG_SNAPKV{name.upper().replace('-', '_')})" in shown
 
@@ -54,6 +57,10 @@ def test_environment(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("LLAMA_ARG_SNAPKV_RECENT", "9")
     monkeypatch.setattr("snapkv_gguf.server.flags", lambda snapkv: [])
     settings = {"budget": 0.25, "window": 8, "kernel": 3, "pool": "avg", "recent": 9}
+    assert start().get("/props")["snapkv"] == settings
+    for name, value in (("CHUNK", "100"), ("PROBE", "5"), ("PROMPT_MAX", "3000")):
+        monkeypatch.setenv(f"LLAMA_ARG_SNAPKV_{name}", value)
+    settings |= {"chunk": 100, "probe": 5, "cells": 1024, "prompt_max": 3000}
     assert start().get("/props")["snapkv"] == settings
 
 

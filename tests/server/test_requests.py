@@ -34,7 +34,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"pool": 1}, "pool must be 'avg' or 'max'"),
     ({"recent": 64}, "recent 64: must be less than budget 64"),
     ({"window": 4}, "window is set when the server starts"),
-    ({"bugdet": 64}, "unknown setting 'bugdet', the settings are budget, kernel, pool and recent"),
+    ({"bugdet": 64}, "unknown setting 'bugdet', the settings are budget, kernel, pool, recent and probe"),
 ]
 
 

@@ -81,6 +81,10 @@ def test_flags() -> None:
         *("--snapkv", "--snapkv-budget", "0.5", "--snapkv-window", "8"),
         *("--snapkv-kernel", "3", "--snapkv-pool", "avg", "--snapkv-recent", "0"),
     ]
+    assert server.flags(SnapKV(chunk=512, probe=8))[-4:] == ["--snapkv-chunk", "512", "--snapkv-probe", "8"]
+    for settings in ({"rule": "h2o"}, {"positions": "packed"}, {"chunk": 512, "probe": "Who?"}):
+        with pytest.raises(ValueError, match="llama-server"):
+            server.flags(settings)
 
 
 def test_no_binary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
