@@ -169,8 +169,8 @@ extern "C" {
                   struct llama_snapkv_stats * stats);
 
     // the pass for a sequence that is still being read, down to the budget, by the queries of a probe
-    // decodes the probe after the sequence, in cells that must be free, runs the pass, and takes the probe back; n_recent are
-    // the last cells before the probe
+    // decodes the probe after the sequence, in cells that must be free, runs the pass, and takes the probe back; the last
+    // n_recent cells before the probe are kept in any case, at most 1/8 of the budget
     // n_probe = 0, or a rule that needs no queries: no probe, the sequence's last tokens look
     // params, stats: as in llama_snapkv_compact(), the budget without the probe; the logits of the last decode are lost
     LLAMA_API enum llama_snapkv_status llama_snapkv_make_room(

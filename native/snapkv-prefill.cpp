@@ -77,6 +77,9 @@ int32_t llama_snapkv_n_room(const struct llama_context * ctx, llama_seq_id seq_i
 
 namespace {
 
+// of the budget of a pass with a probe, the recent part is at most 1/8
+constexpr uint32_t N_RECENT_DIV = 8;
+
 // decodes tokens of one sequence, each call one batch of at most n_max
 struct decoder {
     decoder(llama_context & lctx, llama_seq_id seq_id, uint32_t n_max) :
@@ -229,8 +232,11 @@ llama_snapkv_status make_room(
         i += n;
     }
 
-    params.n_budget += n_probe;
+    // What stands right before the probe is looked at most, and there it stands only now: with a large recent part besides,
+    // older cells are pushed out pass by pass.
+    params.n_recent  = std::min(params.n_recent, params.n_budget/N_RECENT_DIV);
     params.n_recent  = std::max(params.n_recent + n_probe, params.n_window);
+    params.n_budget += n_probe;
     params.n_window  = std::min(params.n_window, n_probe);
 
     auto status = snapkv_pass(lctx, snapkv, seq_id, params, n_probe, stats);

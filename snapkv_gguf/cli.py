@@ -71,6 +71,33 @@ Paper = Annotated[
     bool,
     typer.Option("--paper", help="The paper's window, kernel, pool and recent.", rich_help_panel="SnapKV"),
 ]
+Chunk = Annotated[
+    int,
+    typer.Option(
+        "--chunk",
+        min=1,
+        max=MAX_CELLS,
+        help="With --cells: tokens between two passes.",
+        rich_help_panel="Longer than the cells",
+    ),
+]
+Probe = Annotated[
+    str,
+    typer.Option(
+        "--probe",
+        help="With --cells: what looks for its answer while the prompt is read: its last tokens, or a text; "
+        "the default is the question, else 32 tokens.",
+        rich_help_panel="Longer than the cells",
+    ),
+]
+PositionsOption = Annotated[
+    str,
+    typer.Option(
+        "--positions",
+        help="With --cells: true ones, within the context the model was trained for, or packed, for any length.",
+        rich_help_panel="Longer than the cells",
+    ),
+]
 Threads = Annotated[int, typer.Option("--threads", "-t", min=1, help="CPU threads.", rich_help_panel="Engine")]
 Batch = Annotated[
     int,
@@ -150,33 +177,9 @@ def run(
             rich_help_panel="Longer than the cells",
         ),
     ] = 0,
-    chunk: Annotated[
-        int,
-        typer.Option(
-            "--chunk",
-            min=1,
-            max=MAX_CELLS,
-            help="With --cells: tokens between two passes.",
-            rich_help_panel="Longer than the cells",
-        ),
-    ] = _CHUNK,
-    probe: Annotated[
-        str,
-        typer.Option(
-            "--probe",
-            help="With --cells: what looks for its answer while the prompt is read: its last tokens, or a text; "
-            "the default is the question, else 32 tokens.",
-            rich_help_panel="Longer than the cells",
-        ),
-    ] = "",
-    positions: Annotated[
-        str,
-        typer.Option(
-            "--positions",
-            help="With --cells: true ones, within the context the model was trained for, or packed, for any length.",
-            rich_help_panel="Longer than the cells",
-        ),
-    ] = _DEFAULT.positions,
+    chunk: Chunk = _CHUNK,
+    probe: Probe = "",
+    positions: PositionsOption = _DEFAULT.positions,
     n_ctx: Annotated[
         int, typer.Option("--ctx-size", "-c", min=0, max=MAX_CELLS, help="Context; 0 fits the prompt and the answer.")
     ] = 0,
@@ -487,6 +490,92 @@ def bench(
         )
     if plot_file is not None:
         benchmark.plot(results, plot_file)
+
+
+@app.command()
+@guarded
+def bench_chunks(
+    ctx: typer.Context,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", "-m", help="A GGUF file, smollm2, gemma3, or random-30m, random-1b, random-8b (random weights)."
+        ),
+    ] = "smollm2",
+    lengths: Annotated[
+        str, typer.Option("--lengths", help="Of prompts in tokens, separated by commas.")
+    ] = "4096,8192,16384",
+    full_up_to: Annotated[
+        int, typer.Option("--full-up-to", min=0, help="Longest prompt that is also read with the full cache.")
+    ] = 2**30,
+    repeat: Annotated[int, typer.Option("--repeat", "-r", min=1, help="Repetitions; medians are reported.")] = 3,
+    cells: Annotated[int, typer.Option("--cells", min=256, max=MAX_CELLS, help="KV cells of the context.")] = 2048,
+    chunk: Chunk = _CHUNK,
+    probe: Probe = "",
+    positions: PositionsOption = _DEFAULT.positions,
+    budget: Budget = str(_DEFAULT.budget),
+    window: Window = _DEFAULT.window,
+    kernel: Kernel = _DEFAULT.kernel,
+    pool: PoolOption = _DEFAULT.pool,
+    recent: Recent = str(_DEFAULT.recent),
+    paper: Paper = False,
+    threads: Threads = _CPUS,
+    batch: Batch = 512,
+    ubatch: Ubatch = 512,
+    type_k: TypeK = "f16",
+    type_v: TypeV = "f16",
+    flash_attn: FlashAttn = True,
+    ngl: GpuLayers = 0,
+    markdown: AsMarkdown = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure prefill time and peak memory by length: in so many cells, and with the full cache."""
+    config = _settings(ctx, budget, window, kernel, pool, recent, paper)
+    config = _with_chunks(config, chunk, probe or _DEFAULT.probe, positions)
+    engine = _engine(threads, batch, ubatch, type_k, type_v, flash_attn, ngl)
+    _check_outputs(json_file)
+
+    from . import bench as benchmark
+    from . import chunk_bench, tiny
+
+    path = benchmark.random_model(model) if model in tiny.RANDOM_SHAPES else _model_path(model)
+    with err.status("") as status:
+        results = chunk_bench.measure(
+            path,
+            config,
+            cells=cells,
+            lengths=_integers("--lengths", lengths),
+            full_up_to=full_up_to,
+            n_repeat=repeat,
+            on_step=status.update,
+            **engine,
+        )
+    names = ("tokens", "full", "chunks", "full : chunks", "per token", "passes", "share", "peak, full", "peak, chunks")
+    table = Table(*(Column(name, justify="right") for name in names))
+    table.title = f"{path.name}, prefill in {cells} cells, {config}"
+    for r in results:
+        table.add_row(
+            str(r.prompt_tokens),
+            "-" if r.seconds_full is None else f"{r.seconds_full:.1f} s",
+            f"{r.seconds:.1f} s",
+            "-" if r.speedup is None else f"{r.speedup:.2f} : 1",
+            f"{r.microseconds_per_token / 1000:.2f} ms",
+            str(r.passes),
+            f"{100 * r.pass_share:.1f} %",
+            "-" if r.peak_bytes_full is None else f"{r.peak_bytes_full / 2**20:.0f} MiB",
+            f"{r.peak_bytes / 2**20:.0f} MiB",
+        )
+    show(table, markdown)
+    if json_file is not None:
+        _write_results(
+            json_file,
+            path,
+            settings=asdict(config),
+            cells=cells,
+            engine=engine,
+            repeat=repeat,
+            results=chunk_bench.as_json(results),
+        )
 
 
 @app.command()

@@ -354,7 +354,7 @@ class Engine:
         self.decode(probe, end)
         used = Params.from_buffer_copy(settings)
         used.n_budget += len(probe)
-        used.n_recent = max(settings.n_recent + len(probe), settings.n_window)
+        used.n_recent = max(min(settings.n_recent, settings.n_budget // 8) + len(probe), settings.n_window)
         used.n_window = min(settings.n_window, len(probe))
         chosen = self.chosen(used)
         assert self.seq_rm(end)

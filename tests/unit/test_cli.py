@@ -31,7 +31,7 @@ def unboxed(text: str) -> str:
 
 def test_version_and_help() -> None:
     assert snapkv("--version").output.strip() == __version__
-    for command in ("run", "demo", "info", "bench", "eval"):
+    for command in ("run", "demo", "info", "plan", "bench", "bench-chunks", "eval"):
         assert snapkv(command, "--help").exit_code == 0
 
 
@@ -334,3 +334,31 @@ def test_bench(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert snapkv("bench", "-m", model_path, *tiny_depth).exit_code == 0
     too_short = snapkv("bench", "-m", model_path, "--depths", "64", *SETTINGS)
     assert "depth 64 is within the budget of 64 cells" in too_short.stderr
+
+
+def test_bench_chunks(model_path: Path, tmp_path: Path) -> None:
+    def bench_chunks(*arguments: str | Path) -> Any:
+        return snapkv("bench-chunks", "-m", model_path, "--cells", "256", "--chunk", "64", "-r", "2", *SETTINGS, *arguments)
+
+    file = tmp_path / "b.json"
+    result = bench_chunks("--lengths", "200,600,1200", "--full-up-to", "600", "--json", file)
+    assert result.exit_code == 0, result.output
+    assert "prefill in 256 cells" in result.stdout
+    document = json.loads(file.read_text())
+    assert document["cells"] == 256
+    assert document["settings"]["chunk"] == 64
+    short, middle, long = document["results"]
+    assert [r["prompt_tokens"] for r in document["results"]] == [200, 600, 1200]
+    assert short["passes"] == 0
+    assert long["passes"] > middle["passes"] > 0
+    assert short["pass_share"] == 0 < long["pass_share"] < 1
+    assert (long["seconds_full"], long["peak_bytes_full"], long["speedup"]) == (None, None, None)
+    for r in (short, middle):
+        full, chunks = r["samples"]["full_seconds"], r["samples"]["chunks_seconds"]
+        assert len(full) == len(chunks) == 2
+        assert r["speedup"] == pytest.approx(sum(a / b for a, b in zip(full, chunks, strict=True)) / 2)
+        assert r["peak_bytes"] > 2**20
+    beyond = bench_chunks("--lengths", "9000")
+    assert beyond.exit_code == 1
+    assert "packed" in beyond.stderr
+    assert bench_chunks("--lengths", "9000", "--full-up-to", "0", "--positions", "packed").exit_code == 0
