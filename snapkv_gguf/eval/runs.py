@@ -218,7 +218,7 @@ class Run:
             config is None or config.chunk is None for config in (self.methods[method] for method in self._wanted)
         )
         room = max(room_for_answers(sample) for sample in self.samples)
-        in_chunks = max(methods.cells(config) for config in self.methods.values() if config) if self.methods else 0
+        in_chunks = max((methods.cells(config) for config in self.methods.values() if config), default=0)
         whole = max(self.n_tokens[sample.id] + room_for_answers(sample) for sample in self.samples)
         return whole if at_once else in_chunks + room
 

@@ -170,6 +170,11 @@ def test_without_the_full_cache(model_path: Path, tmp_path: Path) -> None:
     assert all(record.scores["kl"] > 0 for record in read.records if record.task == "text")
 
 
+def test_the_full_cache_alone(model_path: Path, tmp_path: Path) -> None:
+    run = measured(config(model_path, methods=("full",)), tmp_path)
+    assert {record.method for record in report.load(run.folder).records} == {"full"}
+
+
 def test_other_inputs_of_the_same_name_are_another_run(model_path: Path, tmp_path: Path) -> None:
     from snapkv_gguf import tiny
     from snapkv_gguf.eval.runs import Run

@@ -338,7 +338,9 @@ def test_bench(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_bench_chunks(model_path: Path, tmp_path: Path) -> None:
     def bench_chunks(*arguments: str | Path) -> Any:
-        return snapkv("bench-chunks", "-m", model_path, "--cells", "256", "--chunk", "64", "-r", "2", *SETTINGS, *arguments)
+        return snapkv(
+            "bench-chunks", "-m", model_path, "--cells", "256", "--chunk", "64", "-r", "2", *SETTINGS, *arguments
+        )
 
     file = tmp_path / "b.json"
     result = bench_chunks("--lengths", "200,600,1200", "--full-up-to", "600", "--json", file)
