@@ -97,7 +97,7 @@ docs-architectures: native ## the tables of docs/architectures.md
 docs-results: build ## the tables of README.md and docs/, from the runs in docs/results/
 	$(BIN)/python tools/results_tables.py
 
-test-slow: native ## the tests that take minutes each: load, fuzzing
+test-slow: native ## the tests that take minutes each: load, fuzzing, long answers
 	$(BIN)/pytest -q -s -m slow tests
 
 UPSTREAM := build/upstream-tests
