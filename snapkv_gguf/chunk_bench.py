@@ -92,6 +92,26 @@ def as_json(results: Sequence[Length]) -> list[dict[str, Any]]:
     return [asdict(result) for result in results]
 
 
+def plot(results: Sequence[Length], path: Path, cells: int) -> None:
+    """Prefill time and peak memory over the length, as an image; needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    full = [result for result in results if result.seconds_full is not None]
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for label, found, of in (
+        ("full cache", full, ("seconds_full", "peak_bytes_full")),
+        (f"{cells} cells", results, ("seconds", "peak_bytes")),
+    ):
+        n = [result.prompt_tokens for result in found]
+        left.plot(n, [getattr(result, of[0]) for result in found], marker="o", label=label)
+        right.plot(n, [getattr(result, of[1]) / 2**20 for result in found], marker="o", label=label)
+    left.set(xlabel="prompt tokens", ylabel="seconds", title="prefill", ylim=(0, None))
+    right.set(xlabel="prompt tokens", ylabel="MiB", title="peak memory of the process", ylim=(0, None))
+    left.legend()
+    figure.savefig(path, dpi=150)
+
+
 def _in_a_process(*job: Any) -> dict[str, float]:
     command = [sys.executable, "-m", __name__]
     done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, check=False)

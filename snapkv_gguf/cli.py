@@ -121,6 +121,7 @@ GpuLayers = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Write a plot to this file.", dir_okay=False)]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.", dir_okay=False)]
 
 _DEMO_ANSWER = 32  # tokens at most
@@ -453,7 +454,7 @@ def bench(
     ngl: GpuLayers = 0,
     markdown: AsMarkdown = False,
     json_file: JsonFile = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a plot to this file.", dir_okay=False)] = None,
+    plot_file: PlotFile = None,
 ) -> None:
     """Measure the cost of capture and pass, and the speed of decoding, in one process."""
     config = _settings(ctx, budget, window, kernel, pool, recent, paper)
@@ -528,15 +529,19 @@ def bench_chunks(
     ngl: GpuLayers = 0,
     markdown: AsMarkdown = False,
     json_file: JsonFile = None,
+    plot_file: PlotFile = None,
 ) -> None:
     """Measure prefill time and peak memory by length: in so many cells, and with the full cache."""
     config = _settings(ctx, budget, window, kernel, pool, recent, paper)
     config = _with_chunks(config, chunk, probe or _DEFAULT.probe, positions)
     engine = _engine(threads, batch, ubatch, type_k, type_v, flash_attn, ngl)
-    _check_outputs(json_file)
+    _check_outputs(json_file, plot_file)
 
     from . import bench as benchmark
     from . import chunk_bench, tiny
+
+    if plot_file is not None:
+        benchmark.check_plot()
 
     path = benchmark.random_model(model) if model in tiny.RANDOM_SHAPES else _model_path(model)
     with err.status("") as status:
@@ -576,6 +581,8 @@ def bench_chunks(
             repeat=repeat,
             results=chunk_bench.as_json(results),
         )
+    if plot_file is not None:
+        chunk_bench.plot(results, plot_file, cells)
 
 
 @app.command()

@@ -342,11 +342,13 @@ def test_bench_chunks(model_path: Path, tmp_path: Path) -> None:
             "bench-chunks", "-m", model_path, "--cells", "256", "--chunk", "64", "-r", "2", *SETTINGS, *arguments
         )
 
-    file = tmp_path / "b.json"
-    result = bench_chunks("--lengths", "200,600,1200", "--full-up-to", "600", "--json", file)
+    pytest.importorskip("matplotlib")
+    file, image = tmp_path / "b.json", tmp_path / "b.png"
+    result = bench_chunks("--lengths", "200,600,1200", "--full-up-to", "600", "--json", file, "--plot", image)
     assert result.exit_code == 0, result.output
     assert "prefill in 256 cells" in result.stdout
     document = json.loads(file.read_text())
+    assert image.read_bytes().startswith(b"\x89PNG")
     assert document["cells"] == 256
     assert document["settings"]["chunk"] == 64
     short, middle, long = document["results"]
