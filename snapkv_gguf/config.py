@@ -64,7 +64,8 @@ class SnapKV:
         kernel: Width of the pooling over neighbouring cells, odd.
         pool: ``"max"`` or ``"avg"``. Averages are zero padded and always divided by ``kernel``.
         recent: Last cells that are kept in any case: a number of cells (int, 0 or window <= recent < budget),
-            or a share of the budget (float, 0 <= recent < 1). Never fewer than ``window``.
+            or a share of the budget (float, 0 <= recent < 1). Never fewer than ``window``. While a prompt is read in
+            chunks with a probe, at most an eighth of the budget.
         rule: ``"snapkv"``, or one to compare it with: ``"shared"`` (the same scores, averaged over all layers and
             heads, which keep the same cells), ``"first-recent"`` (the first 4 and the most recent cells:
             StreamingLLM, arXiv:2309.17453), ``"random"``, ``"h2o"`` (attention of all tokens instead of the window's,

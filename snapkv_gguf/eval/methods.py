@@ -40,10 +40,9 @@ QUESTION = "{question}"
 
 _SETTING = re.compile(r"w(\d+)-(max|avg)(\d+)-r(\d+(?:\.\d*)?|\.\d+)(-shared)?")
 
-
 _CHUNKS = re.compile(r"(.+?)\+(\d+|budget)((?::(?:probe\d+|question|packed))*)")
 
-#: What the names of methods may end with, for users.
+# what the names of methods may end with, for users
 CHUNKS = "NAME+CHUNK[:probeN|:question][:packed]"
 
 
