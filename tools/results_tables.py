@@ -24,16 +24,16 @@ from snapkv_gguf.eval.tables import Table
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 
-KINDS: dict[str, Callable[[Run], list[Table | None]]] = {
-    "by-method": lambda run: [tables.by_method(run)],
-    "by-budget": lambda run: [tables.by_budget(run)],
-    "scores": lambda run: [tables.overview([run])],
-    "needle": lambda run: list(tables.heat_maps([run], "needle")),
-    "text": lambda run: [tables.running_text([run])],
-    "questions": lambda run: [tables.questions([run])],
-    "ablation": lambda run: [tables.ablation([run])],
-    "speed": lambda run: [tables.speed([run])],
-    "cost": lambda run: [tables.cost([run])],
+KINDS: dict[str, Callable[[Run], Table | None]] = {
+    "by-method": tables.by_method,
+    "by-budget": tables.by_budget,
+    "scores": lambda run: tables.overview([run]),
+    "by-depth": tables.by_depth,
+    "text": lambda run: tables.running_text([run]),
+    "questions": lambda run: tables.questions([run]),
+    "ablation": lambda run: tables.ablation([run]),
+    "speed": lambda run: tables.speed([run]),
+    "cost": lambda run: tables.cost([run]),
 }
 
 _BLOCK = re.compile(r"(<!-- results: ([\w-]+) (\S+)((?: \w+=\S+)*) -->\n).*?(<!-- end of results -->)", re.DOTALL)
@@ -74,11 +74,10 @@ def filled(text: str) -> str:
         begin, kind, folder, options, end = match.groups()
         if kind not in KINDS:
             raise ValueError(f"kind {kind}: must be one of {', '.join(KINDS)}")
-        found = [one for one in KINDS[kind](chosen(load(RESULTS / folder), options)) if one is not None and one.rows]
-        titled = len(found) > 1
-        return (
-            begin + "\n".join(f"{one.title}\n\n{one.markdown()}" if titled else one.markdown() for one in found) + end
-        )
+        found = KINDS[kind](chosen(load(RESULTS / folder), options))
+        if found is None or not found.rows:
+            raise ValueError(f"{folder}: has nothing for a table of kind {kind}{options}")
+        return begin + found.markdown() + end
 
     return _BLOCK.sub(table, text)
 

@@ -471,6 +471,24 @@ def heat_maps(runs: Sequence[Run], task: str, names: Sequence[str] | None = None
     return maps
 
 
+def by_depth(run: Run, task: str = "needle") -> Table:
+    """Mean score by length and depth, a column for each method and budget."""
+    found: dict[tuple[str, int | float], dict[tuple[Value | None, ...], Group]] = {}
+    for group in groups(run, [task], ["length", "depth"]):
+        found.setdefault((group.method, group.budget), {})[group.fields] = group
+    pooled = {(group.method, group.budget): group for group in groups(run, [task])}
+    rows = []
+    for length, depth in dict.fromkeys(fields for cells in found.values() for fields in cells):
+        of = [cells.get((length, depth)) for cells in found.values()]
+        n = max(group.n for group in of if group)
+        means = ("" if mean is None else f"{mean:.2f}" for mean in map(_estimate, of))
+        rows.append((_value_text(length), _percent(depth), str(n), *means))
+    for i, name in enumerate(_SIZE[1:], start=1):
+        rows.append((name, "", "", *(_size(pooled[column])[i] for column in found)))
+    header = (f"{method}, {budget_text(budget)}" if budget else method for method, budget in found)
+    return Table(f"Score by depth: {task}", ("length", "depth", "n", *header), tuple(rows), n_labels=2)
+
+
 def _heat_map(
     run: str,
     task: str,

@@ -40,7 +40,11 @@ def test_a_stale_table_is_seen(results_tables: ModuleType) -> None:
 
 @pytest.mark.parametrize(
     ("block", "message"),
-    [("plot x", "kind plot: must be one of by-method, by-budget"), ("scores nowhere", "no such folder")],
+    [
+        ("plot x", "kind plot: must be one of by-method, by-budget"),
+        ("scores nowhere", "no such folder"),
+        ("cost SmolLM2-135M-Instruct.Q4_1-4096-9efa3f76", "has nothing for"),
+    ],
 )
 def test_wrong_blocks(results_tables: ModuleType, block: str, message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):

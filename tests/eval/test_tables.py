@@ -274,6 +274,18 @@ def test_heat_map(run) -> None:
     assert heat.shades == ((None, 0.5, 1.0), (None, None, 0.5), (None, None, 0.0), *[(None, None, None)] * 4)
     assert len(tables.heat_maps([run(records)], "needle")) == 2
 
+    table = tables.by_depth(run(records))
+    assert table.header == ("length", "depth", "n", "full", "snapkv, 500")
+    assert table.rows == (
+        ("900", "0 %", "2", "0.50", "0.50"),
+        ("1000", "0 %", "2", "1.00", "1.00"),
+        ("1000", "50 %", "2", "0.50", "0.50"),
+        ("1000", "100 %", "2", "0.00", "0.00"),
+        ("prompt tokens", "", "", "975", "975"),
+        ("cells", "", "", "2000", "500"),
+        ("compression", "", "", "0.49", "1.95"),
+    )
+
 
 # --- budgets
 
