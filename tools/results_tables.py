@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from snapkv_gguf.eval import tables
+from snapkv_gguf.eval import groups, tables
 from snapkv_gguf.eval.report import Run, load
 from snapkv_gguf.eval.tables import Table
 
@@ -53,7 +53,7 @@ def chosen(run: Run, options: str) -> Run:
     records = run.records
     for name, _, values in (option.partition("=") for option in options.split()):
         read = {
-            "budgets": lambda record: tables.budget_text(record.budget).replace(" ", ""),
+            "budgets": lambda record: groups.budget_text(record.budget).replace(" ", ""),
             "methods": lambda record: record.method,
             "tasks": lambda record: record.task,
             "lengths": lambda record: str(record.fields["length"]),

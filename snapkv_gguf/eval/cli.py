@@ -222,8 +222,8 @@ def _measure(run: Run) -> None:
 def _finish(run: Run) -> None:
     from rich.table import Table
 
+    from . import advice, tables
     from . import report as pages
-    from . import tables
 
     found = pages.load(run.folder)
     target = run.folder / "report.html"
@@ -235,6 +235,6 @@ def _finish(run: Run) -> None:
     for row in overview.rows:
         table.add_row(*row)
     show(table)
-    for sentence in tables.headline(found):
+    for sentence in advice.headline(found):
         out.print(sentence, highlight=False)
     out.print(f"{target}", highlight=False, soft_wrap=True)

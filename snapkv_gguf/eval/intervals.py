@@ -32,6 +32,16 @@ class Interval:
     n: int
 
 
+def interval_text(interval: Interval | None, sign: str = "", digits: int = 3) -> str:
+    """``0.900 (0.745 to 0.966)``; nothing for None, the estimate alone where the ends are not known."""
+    if interval is None:
+        return ""
+    if not (math.isfinite(interval.low) and math.isfinite(interval.high)):
+        return f"{interval.estimate:{sign}.{digits}f}"
+    estimate, low, high = (f"{x:{sign}.{digits}f}" for x in (interval.estimate, interval.low, interval.high))
+    return f"{estimate} ({low} to {high})"
+
+
 def binomial(right: int, n: int, *, level: float = 0.95) -> Interval:
     """Of a share, by Wilson's score interval (1927).
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import tables
+from . import ablations, groups
+from .groups import Group
 from .intervals import Interval
 from .methods import FULL, NAMES
-from .tables import Group
 
 if TYPE_CHECKING:
     from .report import Run
@@ -111,18 +111,18 @@ class _Curve:
 
 def curve_methods(run: Run) -> list[str]:
     """Methods that are drawn: all if they are few, else without those of the ablations but their base."""
-    names = tables.methods(run)
+    names = groups.methods(run)
     if len(names) <= N_COLOURS + 1:
         return names
-    varied = {name for each in tables.ablations(run) for _, name in each.settings if name != each.base} - {*NAMES}
+    varied = {name for each in ablations.ablations(run) for _, name in each.settings if name != each.base} - {*NAMES}
     return [name for name in names if name not in varied][: N_COLOURS + 1]
 
 
 def quality(runs: Sequence[Run]) -> Chart:
     """Score against budget, a panel per task; divergence of running text at the end."""
     keys = _keys(runs)
-    panels = [_budget_panel(runs, keys, task, "score", "score", (-0.03, 1.03)) for task in tables.tasks(runs)]
-    for task in tables.tasks(runs, "kl"):
+    panels = [_budget_panel(runs, keys, task, "score", "score", (-0.03, 1.03)) for task in groups.tasks(runs)]
+    for task in groups.tasks(runs, "kl"):
         panels.append(_budget_panel(runs, keys, task, "kl", "KL, nats per token", (0, None)))
         panels.append(_budget_panel(runs, keys, task, "same_top", "same top token", (None, 1.01)))
     return Chart(tuple(keys.values()), tuple(panels))
@@ -157,7 +157,7 @@ def _budget_panel(
     ticks: dict[str, float] = {}
     for run in runs:
         by_method: dict[str, list[tuple[Group, Interval]]] = {}
-        for group in tables.groups(run, [task]):
+        for group in groups.groups(run, [task]):
             interval = group.interval(score)
             if interval is not None and (run.name, group.method) in keys:
                 by_method.setdefault(group.method, []).append((group, interval))
@@ -169,7 +169,7 @@ def _budget_panel(
                 continue
             points.sort(key=lambda point: point[0].cells)
             for group, _ in points:
-                ticks.setdefault(tables.budget_text(group.budget), group.cells)
+                ticks.setdefault(groups.budget_text(group.budget), group.cells)
             curves.append(_Curve(key, [g.cells for g, _ in points], [interval for _, interval in points]))
     figure, axes = _figure()
     for key, interval in levels:
@@ -205,7 +205,7 @@ def speed(runs: Sequence[Run]) -> Chart:
     for run in runs:
         for method, length, budget, cells, ratio, share in _speeds(run):
             points.setdefault((run.name, method, length), []).append((cells, ratio, share))
-            names.setdefault(cells, tables.budget_text(budget))
+            names.setdefault(cells, groups.budget_text(budget))
     lengths = list(dict.fromkeys(length for _, _, length in points))
     order = [run.name for run in runs]
     keys: dict[str, Key] = {}
@@ -247,9 +247,9 @@ def _speeds(run: Run) -> Iterator[tuple[str, str, int | float, float, Interval, 
                 str(entry["method"]), str(entry["prompt_tokens"]), entry["budget"], entry["cells_after"], ratio, share
             )  # fmt: skip
         return
-    method = tables.recommended(run)
+    method = groups.recommended(run)
     names = list(dict.fromkeys(record.task for record in run.records))
-    for group in tables.groups(run, names, ["length"]) if names else []:
+    for group in groups.groups(run, names, ["length"]) if names else []:
         quotient, part = group.speedup(), group.pass_share()
         if group.method == method and quotient is not None and part is not None:
             percent = Interval(100 * part.estimate, 100 * part.low, 100 * part.high, part.n)
@@ -259,16 +259,16 @@ def _speeds(run: Run) -> Iterator[tuple[str, str, int | float, float, Interval, 
 def ablation(run: Run) -> list[tuple[str, Chart]]:
     """By half of the tasks, a panel per dimension and a curve per budget."""
     charts = []
-    for label, score, names in tables.kinds(run):
+    for label, score, names in ablations.kinds(run):
         by_setting: dict[str, dict[str, Interval]] = {}
-        for group in tables.groups(run, names):
+        for group in groups.groups(run, names):
             interval = group.interval(score)
             if interval is not None and group.method != FULL:
-                by_setting.setdefault(group.method, {})[tables.budget_text(group.budget)] = interval
+                by_setting.setdefault(group.method, {})[groups.budget_text(group.budget)] = interval
         budgets = list(dict.fromkeys(budget for found in by_setting.values() for budget in found))
         keys = [Key(f"budget {b}", i % N_COLOURS, i % len(_MARKERS), 0) for i, b in enumerate(budgets)]
         panels = []
-        for each in tables.ablations(run):
+        for each in ablations.ablations(run):
             values = [value for value, name in each.settings if name in by_setting]
             if len(values) < 2:
                 continue

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from . import methods, plots, tables
+from . import ablations, advice, groups, methods, plots, tables
 from .schema import Record
 
 _TEMPLATES = files(__package__) / "templates"
@@ -207,7 +207,7 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
     drawn = {run.name: plots.curve_methods(run) for run in runs}
     depths = [
         task
-        for task in tables.tasks(runs)
+        for task in groups.tasks(runs)
         if any(r.task == task and "depth" in r.fields for run in runs for r in run.records)
     ]
     answers = _answers(runs)
@@ -217,27 +217,27 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
         "title": " and ".join(dict.fromkeys(run.model_name for run in runs)),
         "css": (_TEMPLATES / "report.css").read_text(encoding="utf-8"),
         "js": (_TEMPLATES / "report.js").read_text(encoding="utf-8"),
-        "margin": tables.MARGIN,
-        "headlines": [(run, tables.headline(run)) for run in runs],
-        "choices": tables.choices(runs, lambda run: [name for name in [tables.recommended(run)] if name]),
-        "all_choices": tables.choices(runs, lambda run: [n for n in tables.methods(run) if n != methods.FULL]),
+        "margin": advice.MARGIN,
+        "headlines": [(run, advice.headline(run)) for run in runs],
+        "choices": tables.choices(runs, lambda run: [name for name in [groups.recommended(run)] if name]),
+        "all_choices": tables.choices(runs, lambda run: [n for n in groups.methods(run) if n != methods.FULL]),
         "heat_maps": [
             (task, [each for run in runs for each in _heat_maps(runs, run, task, drawn[run.name])]) for task in depths
         ],
         "quality": plots.quality(runs),
         "overview": tables.overview(runs),
-        "scores": [tables.scores(runs, task) for task in tables.tasks(runs)],
+        "scores": [tables.scores(runs, task) for task in groups.tasks(runs)],
         "speed": plots.speed(runs),
         "speed_table": tables.speed(runs),
         "cost_table": tables.cost(runs),
-        "ablations": [(run, each[0].base, plots.ablation(run)) for run in runs if (each := tables.ablations(run))],
+        "ablations": [(run, each[0].base, plots.ablation(run)) for run in runs if (each := ablations.ablations(run))],
         "ablation_table": tables.ablation(runs),
         "questions": tables.questions(runs),
         "text": tables.running_text(runs),
         "kept": kept,
         "answers": answers,
         "methods": {
-            name: methods.DESCRIPTIONS[name] for name in methods.NAMES if any(name in tables.methods(r) for r in runs)
+            name: methods.DESCRIPTIONS[name] for name in methods.NAMES if any(name in groups.methods(r) for r in runs)
         },
         "how": [(run, _how(run)) for run in runs],
     }
@@ -303,7 +303,7 @@ def _kept(runs: Sequence[Run]) -> dict[str, Any]:
         if run.kept is None:
             continue
         tokens = [str(piece) for piece in run.kept["tokens"]]
-        preferred = tables.recommended(run)
+        preferred = groups.recommended(run)
         maps = []
         for each in sorted(run.kept["maps"], key=lambda one: one["method"] != preferred):
             packed = _packed(each, len(tokens))
@@ -326,7 +326,7 @@ def _packed(each: Mapping[str, Any], n: int) -> dict[str, Any]:
         layers.append([layer["layer"], heads])
     return {
         "method": each["method"],
-        "budget": tables.budget_text(each["budget"]),
+        "budget": groups.budget_text(each["budget"]),
         "layers": layers,
         "sets": list(sets),
     }
@@ -347,9 +347,9 @@ def _answers(runs: Sequence[Run]) -> dict[str, Any]:
     """
     samples: dict[tuple[str, str], dict[str, Any]] = {}
     for run in runs:
-        order = tables.methods(run)
+        order = groups.methods(run)
         for record in sorted(
-            (r for r in run.records if r.answers), key=lambda r: (order.index(r.method), tables.budget_key(r.budget))
+            (r for r in run.records if r.answers), key=lambda r: (order.index(r.method), groups.budget_key(r.budget))
         ):
             entry = samples.setdefault(
                 (run.name, record.sample),
@@ -365,7 +365,7 @@ def _answers(runs: Sequence[Run]) -> dict[str, Any]:
             score = record.scores.get("score")
             shown = round(score, 4) if score is not None and math.isfinite(score) else None
             entry["rows"].append(
-                [record.method, tables.budget_text(record.budget), shown, [_cut(text) for text in record.answers]]
+                [record.method, groups.budget_text(record.budget), shown, [_cut(text) for text in record.answers]]
             )
     every = sorted(samples.values(), key=lambda entry: list(samples).index((entry["run"], entry["sample"])))
     size = sum(len(json.dumps(entry)) for entry in every)

@@ -6,35 +6,20 @@ both summed over the samples.
 
 from __future__ import annotations
 
-import functools
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ..config import MAX_CELLS, SnapKV
-from . import intervals
-from . import methods as known_methods
-from .intervals import Interval
+from .ablations import ablations, kinds
+from .advice import MARGIN, choose
+from .groups import Group, axis, budget_key, budget_text, groups, methods, sortable, tasks
+from .intervals import Interval, interval_text
 from .methods import FULL
-from .schema import Record, Value
-from .tasks import TASKS
+from .schema import Value
 
 if TYPE_CHECKING:
     from .report import Run
-
-# how much lower than the full cache's a mean score may be
-MARGIN = 0.05
-
-# rules to compare with, none to be recommended
-_BASELINES = ("no-pooling", "shared", "first-recent", "random", "h2o")
-
-# a full cache below it fails the task, with it or without
-_LOW = 0.5
-
-# samples of a task below which a recommendation says so
-_FEW = 10
 
 
 @dataclass(frozen=True)
@@ -75,197 +60,6 @@ def _escape(text: str) -> str:
     return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
 
 
-@dataclass(frozen=True)
-class Group:
-    """Records of one method and budget.
-
-    Attributes:
-        run: Name.
-        task: Name, or of several tasks what they have in common.
-        fields: Values of the fields it was split by.
-        method: Name.
-        budget: As asked for.
-        records: One per sample.
-        full: Records of the full cache by sample, of the same run.
-    """
-
-    run: str
-    task: str
-    fields: tuple[Value | None, ...]
-    method: str
-    budget: int | float
-    records: tuple[Record, ...]
-    full: Mapping[str, Record] = field(repr=False)
-
-    @property
-    def n(self) -> int:
-        return len(self.records)
-
-    @property
-    def prompt_tokens(self) -> float:
-        """Mean."""
-        return sum(record.prompt_tokens for record in self.records) / self.n
-
-    @property
-    def cells(self) -> float:
-        """Mean."""
-        return sum(record.cells for record in self.records) / self.n
-
-    @property
-    def ratio(self) -> float:
-        """Prompt tokens by cells."""
-        return self.prompt_tokens / self.cells if self.cells else math.nan
-
-    def interval(self, name: str = "score") -> Interval | None:
-        """Mean of a score, None where no sample has it."""
-        found = _mean(tuple(record.scores[name] for record in self.records if name in record.scores), _is_share(name))
-        # Student's t does not know that a divergence is not negative
-        return replace(found, low=max(found.low, 0.0)) if found and name == "kl" else found
-
-    def difference(self, name: str = "score") -> Interval | None:
-        """Mean difference from the full cache on the same samples; None for the full cache and without pairs."""
-        pairs = self._pairs(name)
-        return _difference(pairs) if _is_share(name) else _mean(tuple(a - b for a, b in pairs), False)
-
-    def quotient(self, name: str) -> Interval | None:
-        """Geometric mean of the quotients by the full cache's value on the same samples."""
-        return _exp([math.log(a / b) for a, b in self._pairs(name) if a > 0 and b > 0])
-
-    def speedup(self) -> Interval | None:
-        """Geometric mean of decode speed by the full cache's on the same samples."""
-        own = [] if self.method == FULL else [r for r in self.records if r.sample in self.full]
-        speeds = [(_speed(record), _speed(self.full[record.sample])) for record in own]
-        return _exp([math.log(a / b) for a, b in speeds if a > 0 and b > 0])
-
-    def pass_share(self) -> Interval | None:
-        """Time of the pass by that of the prefill."""
-        own = [] if self.method == FULL else [r for r in self.records if r.prefill_seconds > 0]
-        return _mean(tuple(record.pass_ms / 1000 / record.prefill_seconds for record in own), False)
-
-    def _pairs(self, name: str) -> tuple[tuple[float, float], ...]:
-        if self.method == FULL:
-            return ()
-        pairs = (
-            (record.scores.get(name, math.nan), self.full[record.sample].scores.get(name, math.nan))
-            for record in self.records
-            if record.sample in self.full
-        )
-        return tuple((a, b) for a, b in pairs if math.isfinite(a) and math.isfinite(b))
-
-
-def _is_share(name: str) -> bool:
-    return name not in ("kl", "perplexity")
-
-
-def _speed(record: Record) -> float:
-    return record.decode_tokens / record.decode_seconds if record.decode_seconds > 0 else 0.0
-
-
-@functools.lru_cache(maxsize=100_000)
-def _mean(values: tuple[float, ...], share: bool) -> Interval | None:
-    """Mean of scores from 0 to 1 (share) or of any numbers: what is known of equal scores is not of equal numbers."""
-    values = tuple(value for value in values if math.isfinite(value))
-    if not values:
-        return None
-    if not share and math.isclose(min(values), max(values), rel_tol=1e-12):
-        return Interval(values[0], math.nan, math.nan, len(values))
-    return intervals.mean(values, scores=share)
-
-
-@functools.lru_cache(maxsize=100_000)
-def _difference(pairs: tuple[tuple[float, float], ...]) -> Interval | None:
-    return intervals.paired_difference([a for a, _ in pairs], [b for _, b in pairs]) if pairs else None
-
-
-def _exp(logarithms: Sequence[float]) -> Interval | None:
-    found = _mean(tuple(logarithms), False)
-    return found and Interval(math.exp(found.estimate), math.exp(found.low), math.exp(found.high), found.n)
-
-
-def axis(task: str, records: Iterable[Record]) -> str | None:
-    """Field by which a task is split, besides the length."""
-    if task in TASKS:
-        return TASKS[task].axis
-    return next((name for record in records for name in record.fields if name != "length"), None)
-
-
-def is_retrieval(task: str) -> bool:
-    """Whether the answer stands in the text."""
-    return TASKS[task].retrieval if task in TASKS else True
-
-
-def tasks(runs: Iterable[Run], score: str = "score") -> list[str]:
-    """Tasks with a score of that name, in the order of the runs."""
-    return list(dict.fromkeys(r.task for run in runs for r in run.records if score in r.scores))
-
-
-def methods(run: Run) -> list[str]:
-    """Methods of a run, the full cache first, then as configured."""
-    found = list(dict.fromkeys(record.method for record in run.records))
-    asked = [name for name in run.config.get("methods", []) if name in found]
-    return list(dict.fromkeys([*(name for name in found if name == FULL), *asked, *found]))
-
-
-def recommended(run: Run) -> str | None:
-    """The method whose budget is to be chosen: ``snapkv``, or the first that is no baseline."""
-    names = [name for name in methods(run) if name != FULL]
-    named = [name for name in names if name == "snapkv"] or [name for name in names if name not in _BASELINES]
-    return next(iter(named or names), None)
-
-
-def groups(run: Run, names: Sequence[str], by: Sequence[str] = (), label: str | None = None) -> list[Group]:
-    """Records of some tasks by method and budget.
-
-    Args:
-        names: Tasks, pooled.
-        by: Fields to split by.
-        label: What the tasks are called together, the first one's name if None.
-    """
-    records = [record for record in run.records if record.task in names]
-    full = {record.sample: record for record in records if record.method == FULL}
-    found: dict[tuple[Any, ...], list[Record]] = {}
-    for record in records:
-        fields = tuple(record.fields.get(name) for name in by)
-        found.setdefault((fields, record.method, record.budget), []).append(record)
-    order = methods(run)
-    return [
-        Group(run.name, label or names[0], fields, method, budget, tuple(found[fields, method, budget]), full)
-        for fields, method, budget in sorted(
-            found, key=lambda key: ([_sortable(v) for v in key[0]], order.index(key[1]), budget_key(key[2]))
-        )
-    ]
-
-
-def _sortable(value: Value | None) -> tuple[bool, float, str]:
-    """Numbers by size, then text."""
-    return (False, value, "") if isinstance(value, (int, float)) else (True, 0.0, str(value))
-
-
-def budget_key(budget: int | float) -> tuple[bool, float]:
-    """To sort by: numbers of cells, then shares of the prompt."""
-    return (isinstance(budget, float) and budget < 1, budget)
-
-
-# --- text of a cell
-
-
-def budget_text(budget: int | float) -> str:
-    """As asked for: cells, or percent of the prompt."""
-    if isinstance(budget, float) and budget < 1:
-        return f"{100 * budget:.3g} %" if budget else "all"
-    return f"{budget:g}" if budget else "all"
-
-
-def interval_text(interval: Interval | None, sign: str = "", digits: int = 3) -> str:
-    """``0.900 (0.745 to 0.966)``; nothing for None, the estimate alone where the ends are not known."""
-    if interval is None:
-        return ""
-    if not (math.isfinite(interval.low) and math.isfinite(interval.high)):
-        return f"{interval.estimate:{sign}.{digits}f}"
-    estimate, low, high = (f"{x:{sign}.{digits}f}" for x in (interval.estimate, interval.low, interval.high))
-    return f"{estimate} ({low} to {high})"
-
-
 def _difference_text(group: Group, name: str = "score") -> str:
     found = group.difference(name)
     text = interval_text(found, "+")
@@ -283,9 +77,6 @@ def _size(group: Group) -> tuple[str, ...]:
 _SIZE = ("n", "prompt tokens", "cells", "compression")
 
 _ABOUT_INTERVALS = "In parentheses: 95 % interval. Difference: from the full cache on the same samples, paired."
-
-
-# --- tables
 
 
 def _build(
@@ -379,7 +170,8 @@ def by_budget(run: Run) -> Table:
     sized = {group.budget: group for group in every if group.method != FULL}
     for i, name in enumerate(_SIZE[1:], start=1):
         rows.append((name, *(_size(sized[budget])[i] for _, budget in columns)))
-    title = f"Mean score of {_count(len(names), 'task')}" + (", KL of running text" if kl else "")
+    noun = "task" if len(names) == 1 else "tasks"
+    title = f"Mean score of {len(names)} {noun}" + (", KL of running text" if kl else "")
     header = [f"{'KL' if text is kl else 'score'}, {budget_text(budget)}" for text, budget in columns]
     return Table(title, ("method", *header), tuple(rows))
 
@@ -497,8 +289,8 @@ def _heat_map(
     cells: Mapping[tuple[Value | None, ...], Group],
     pooled: Mapping[tuple[str, int | float, Value | None], Group],
 ) -> Table:
-    lengths = sorted({length for length, _ in cells}, key=_sortable)
-    depths = sorted({depth for _, depth in cells}, key=_sortable)
+    lengths = sorted({length for length, _ in cells}, key=sortable)
+    depths = sorted({depth for _, depth in cells}, key=sortable)
     rows: list[tuple[str, ...]] = []
     shades: list[tuple[float | None, ...]] = []
     for depth in depths:
@@ -597,58 +389,6 @@ def cost(runs: Sequence[Run]) -> Table | None:
     return Table("Cost, measured on its own", header, tuple(rows), n_labels=3 if several else 2, note=note)
 
 
-# --- what budget to choose
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The smallest budgets of a method that do for a task.
-
-    Attributes:
-        shown: From which on the whole interval of the difference is above the margin at every larger budget too.
-        likely: The same of the estimate alone.
-        full: Mean score of the full cache.
-        groups: By rising number of cells.
-    """
-
-    run: str
-    task: str
-    method: str
-    shown: Group | None
-    likely: Group | None
-    full: Interval | None
-    groups: tuple[Group, ...] = field(repr=False)
-
-    @property
-    def full_is_low(self) -> bool:
-        return self.full is not None and self.full.estimate < _LOW
-
-
-def choose(run: Run, method: str, margin: float = MARGIN) -> list[Choice]:
-    """What budgets do for each task, all lengths pooled."""
-    found = []
-    for task in tasks([run]):
-        every = groups(run, [task])
-        own = sorted((g for g in every if g.method == method and g.difference()), key=lambda group: group.cells)
-        if not own:
-            continue
-        full = next((group.interval() for group in every if group.method == FULL), None)
-        shown = _from(own, lambda difference: difference.low >= -margin)
-        likely = _from(own, lambda difference: difference.estimate >= -margin)
-        found.append(Choice(run.name, task, method, shown, likely, full, tuple(own)))
-    return found
-
-
-def _from(rising: Sequence[Group], does: Callable[[Interval], bool]) -> Group | None:
-    best = None
-    for group in reversed(rising):
-        difference = group.difference()
-        if difference is None or not does(difference):
-            break
-        best = group
-    return best
-
-
 def choices(runs: Sequence[Run], names: Callable[[Run], Iterable[str]], margin: float = MARGIN) -> Table:
     """The smallest budget for each task and method.
 
@@ -679,177 +419,6 @@ def choices(runs: Sequence[Run], names: Callable[[Run], Iterable[str]], margin: 
     )
     title = f"Smallest budget that loses no more than {margin:g}"
     return Table(title, (*(["run"] if several else []), *header), tuple(rows), n_labels=3 if several else 2, note=note)
-
-
-def headline(run: Run, margin: float = MARGIN) -> list[str]:
-    """Sentences: what budget to choose, and how sure that is."""
-    method = recommended(run)
-    found = choose(run, method, margin) if method else []
-    if not method or not found:
-        return [
-            "No task was answered with both the full cache and a compacted one, so there is no budget to recommend."
-        ]
-    low = [choice.task for choice in found if choice.full_is_low]
-    found = [choice for choice in found if not choice.full_is_low]
-    if not found:
-        return [f"The full cache itself scores below {_LOW:g} on {_join(low)}, so there is no budget to recommend."]
-    sentences = _advice(method, found, margin)
-    few = [choice.task for choice in found if choice.groups[0].n < _FEW]
-    if few:
-        sentences.append(f"With fewer than {_FEW} samples of {_join(few)}, this is a first look.")
-    if low:
-        sentences.append(f"Left out: {_join(low)}, where the full cache itself scores below {_LOW:g}.")
-    named = max((choice.likely or choice.groups[-1] for choice in found), key=lambda group: group.cells)
-    return sentences + _beyond_scores(run, method, named.budget)
-
-
-def _beyond_scores(run: Run, method: str, budget: int | float) -> list[str]:
-    """What else happens at a budget: to later questions and to running text."""
-    sentences = []
-    at = [r for r in run.records if r.method == method and r.budget == budget]
-    again = [r.scores[name] for r in at for name in r.scores if name.startswith("reread_")]
-    later = [r.scores[name] for r in at for name in r.scores if name.startswith("score_")]
-    if again and later:
-        sentences.append(
-            f"Later questions about the same document, at {budget_text(budget)}: mean score "
-            f"{sum(later) / len(later):.2f}, and {sum(again) / len(again):.2f} with the document read again."
-        )
-    for task in tasks([run], "kl"):
-        for group in groups(run, [task]):
-            kl, same = group.interval("kl"), group.interval("same_top")
-            if (group.method, group.budget) == (method, budget) and kl and same:
-                sentences.append(
-                    f"Running text, at {budget_text(budget)}: {interval_text(kl)} nats per token from the full cache, "
-                    f"the same most likely token in {100 * same.estimate:.0f} % of the cases."
-                )
-    return sentences
-
-
-def _advice(method: str, found: Sequence[Choice], margin: float) -> list[str]:
-    n = _count(len(found), "task")
-    where = "the only task" if len(found) == 1 else f"each of the {n}"
-    shown = [choice.shown for choice in found if choice.shown]
-    likely = [choice.likely for choice in found if choice.likely]
-    if len(shown) == len(found):
-        return [
-            f"{method} with a budget of {_largest(shown)} loses no more than {margin:g} of the score on {where}.",
-            "The 95 % intervals of the difference from the full cache stay above that, here and at all larger budgets.",
-        ]
-    if len(likely) == len(found):
-        unsure = [choice.task for choice in found if not choice.shown]
-        return [
-            f"By estimate, {method} with a budget of {_largest(likely)} loses no more than {margin:g} of the score "
-            f"on {where}.",
-            f"This is not shown: for {_join(unsure)} the 95 % interval reaches further down. More samples would tell.",
-        ]
-    lost = [choice for choice in found if not choice.likely]
-    sentences = [
-        f"No measured budget of {method} does for all {n}: at {_largest([c.groups[-1] for c in lost])}, the largest, "
-        f"it loses more than {margin:g} of the score on {_join([choice.task for choice in lost])}."
-    ]
-    if likely:
-        sentences.append(
-            f"On {_join([choice.task for choice in found if choice.likely])}, {_largest(likely)} does by estimate; "
-            f"the intervals show it for {len(shown)} of {len(likely)}."
-        )
-    return sentences
-
-
-def _largest(groups: Sequence[Group]) -> str:
-    """The budget of the group with the most cells."""
-    return _budget_phrase(max(groups, key=lambda group: group.cells))
-
-
-def _budget_phrase(group: Group) -> str:
-    text = budget_text(group.budget)
-    text = f"{text} of the prompt" if text.endswith("%") else f"{text} cells"
-    return f"{text} (compression {group.ratio:.1f})"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
-def _join(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-# --- ablations
-
-DIMENSIONS = ("window", "kernel", "pool", "recent")
-
-Setting = tuple[int, int, str, int | float]  # in the order of DIMENSIONS
-
-
-@dataclass(frozen=True)
-class Ablation:
-    """Settings that differ from the base in one dimension, the base among them.
-
-    Attributes:
-        dimension: One of ``DIMENSIONS``, or the kernel with another pooling than the base's.
-        base: Method name of the base.
-        settings: (value, method name) by rising value.
-    """
-
-    dimension: str
-    base: str
-    settings: tuple[tuple[int | float | str, str], ...]
-
-
-def parse_setting(method: str) -> Setting | None:
-    """Window, kernel, pool and recent part; None for other rules than SnapKV's."""
-    try:
-        config = known_methods.parse(method, MAX_CELLS)
-    except ValueError:  # of another version
-        return None
-    return _setting(config) if config is not None and config.rule == "snapkv" else None
-
-
-def _setting(config: SnapKV) -> Setting:
-    return config.window, config.kernel, config.pool, config.recent
-
-
-def ablations(run: Run) -> list[Ablation]:
-    """What is varied one at a time around the default preset, or around the setting with the most neighbours."""
-    settings: dict[Setting, str] = {}
-    for name in methods(run):
-        parsed = parse_setting(name)
-        if parsed is not None:
-            settings.setdefault(parsed, name)
-    if len(settings) < 2:
-        return []
-    default = _setting(SnapKV())
-    base = (
-        default if default in settings else max(settings, key=lambda one: sum(_differ(one, s) == 1 for s in settings))
-    )
-    pools = dict.fromkeys([base[2], *sorted(pool for _, _, pool, _ in settings)])
-    around = [(name, i, base) for i, name in enumerate(DIMENSIONS)]
-    around[2:2] = [(f"kernel, {pool}", 1, (*base[:2], pool, base[3])) for pool in pools if pool != base[2]]
-    found = []
-    for dimension, i, centre in around:
-        varied = [
-            (one[i], name) for one, name in settings.items() if one[:i] + one[i + 1 :] == centre[:i] + centre[i + 1 :]
-        ]
-        if len(varied) > 1:
-            found.append(
-                Ablation(dimension, settings[base], tuple(sorted(varied, key=lambda each: _sortable(each[0]))))
-            )
-    return found
-
-
-def _differ(a: Setting, b: Setting) -> int:
-    return sum(x != y for x, y in zip(a, b, strict=True))
-
-
-def kinds(run: Run) -> list[tuple[str, str, list[str]]]:
-    """Halves of the ablations: name, score and tasks."""
-    found = tasks([run])
-    halves = [
-        ("retrieval tasks", "score", [task for task in found if is_retrieval(task)]),
-        ("other tasks", "score", [task for task in found if not is_retrieval(task)]),
-        ("running text, KL", "kl", tasks([run], "kl")),
-    ]
-    return [half for half in halves if half[2]]
 
 
 def ablation(runs: Sequence[Run]) -> Table | None:

@@ -11,7 +11,7 @@ import pytest
 from made_up_run import record
 from markdown_it import MarkdownIt
 
-from snapkv_gguf.eval import intervals, report, tables
+from snapkv_gguf.eval import ablations, advice, groups, intervals, report, tables
 from snapkv_gguf.eval.intervals import Interval
 from snapkv_gguf.eval.schema import Record
 from snapkv_gguf.eval.tables import Table
@@ -130,7 +130,9 @@ def test_means_are_those_of_the_samples(run) -> None:
     full, compacted = rows(tables.overview([run(records)]))
     # Wilson, 2 of 4: (0.5 + z^2/8) / (1 + z^2/4) -/+ z / (1 + z^2/4) * sqrt(0.25/4 + z^2/64)
     assert compacted["score"] == "0.500 (0.150 to 0.850)"
-    assert compacted["difference"] == tables.interval_text(intervals.paired_difference([1, 0, 1, 0], [1, 1, 1, 0]), "+")
+    assert compacted["difference"] == intervals.interval_text(
+        intervals.paired_difference([1, 0, 1, 0], [1, 1, 1, 0]), "+"
+    )
     assert compacted["difference"].startswith("-0.250 (")
     assert (compacted["n"], compacted["prompt tokens"], compacted["cells"]) == ("4", "2000", "500")
     assert compacted["compression"] == "4.00"
@@ -141,7 +143,7 @@ def test_means_are_those_of_the_samples(run) -> None:
 def test_difference_is_of_the_same_samples_only(run) -> None:
     records = [*scored("full", [1, 0]), *scored("snapkv", [0.5, 0.25, 1])]
     row = rows(tables.overview([run(records)]))[1]
-    expected = tables.interval_text(intervals.paired_difference([0.5, 0.25], [1, 0]), "+")
+    expected = intervals.interval_text(intervals.paired_difference([0.5, 0.25], [1, 0]), "+")
     assert row["difference"] == f"{expected}, 2 pairs"
     assert row["difference"].startswith("-0.125")
     assert row["score"].startswith("0.583")
@@ -299,7 +301,7 @@ def graded(lost: dict[int, int], n: int = 100, task: str = "needle") -> list[Rec
 
 
 def test_budgets_that_are_shown_and_likely(run) -> None:
-    (choice,) = tables.choose(run(graded({512: 0, 256: 3, 128: 20})), "snapkv")
+    (choice,) = advice.choose(run(graded({512: 0, 256: 3, 128: 20})), "snapkv")
     assert choice.shown is not None
     assert choice.likely is not None
     # Tango's interval of no difference in 100 is +-0.037, of 3 in 100 it reaches below -0.05
@@ -310,54 +312,54 @@ def test_budgets_that_are_shown_and_likely(run) -> None:
 
 
 def test_a_small_budget_counts_only_if_the_larger_ones_do_too(run) -> None:
-    (choice,) = tables.choose(run(graded({512: 0, 256: 20, 128: 0})), "snapkv")
+    (choice,) = advice.choose(run(graded({512: 0, 256: 20, 128: 0})), "snapkv")
     assert choice.shown is not None
     assert choice.shown.budget == 512
-    (choice,) = tables.choose(run(graded({512: 20, 256: 0})), "snapkv")
+    (choice,) = advice.choose(run(graded({512: 20, 256: 0})), "snapkv")
     assert (choice.shown, choice.likely) == (None, None)
 
 
 def test_few_samples_show_nothing(run) -> None:
-    (choice,) = tables.choose(run(graded({512: 0}, n=10)), "snapkv")
+    (choice,) = advice.choose(run(graded({512: 0}, n=10)), "snapkv")
     assert choice.shown is None
     assert choice.likely is not None
 
 
 def test_the_margin_itself_is_within_it(run) -> None:
-    (choice,) = tables.choose(run(graded({512: 5}, n=100)), "snapkv")
+    (choice,) = advice.choose(run(graded({512: 5}, n=100)), "snapkv")
     assert choice.likely is not None
 
 
 def test_headlines(run) -> None:
-    assert tables.headline(run(graded({512: 0, 128: 0}))) == [
+    assert advice.headline(run(graded({512: 0, 128: 0}))) == [
         "snapkv with a budget of 128 cells (compression 15.6) loses no more than 0.05 of the score on the only task.",
         "The 95 % intervals of the difference from the full cache stay above that, here and at all larger budgets.",
     ]
     both = [*graded({512: 0, 128: 0}), *graded({512: 0, 128: 0}, n=10, task="qa")]
-    assert tables.headline(run(both)) == [
+    assert advice.headline(run(both)) == [
         "By estimate, snapkv with a budget of 128 cells (compression 15.6) loses no more than 0.05 of the score "
         "on each of the 2 tasks.",
         "This is not shown: for qa the 95 % interval reaches further down. More samples would tell.",
     ]
     lost = [*graded({512: 0, 128: 0}), *graded({512: 9, 128: 9}, n=10, task="qa")]
-    assert tables.headline(run(lost)) == [
+    assert advice.headline(run(lost)) == [
         "No measured budget of snapkv does for all 2 tasks: at 512 cells (compression 3.9), the largest, "
         "it loses more than 0.05 of the score on qa.",
         "On needle, 128 cells (compression 15.6) does by estimate; the intervals show it for 1 of 1.",
     ]
     # what the full cache fails recommends nothing
     failed = [*scored("full", [0] * 100, task="qa"), *scored("snapkv", [0] * 100, task="qa")]
-    assert tables.headline(run(failed)) == [
+    assert advice.headline(run(failed)) == [
         "The full cache itself scores below 0.5 on qa, so there is no budget to recommend."
     ]
-    assert tables.headline(run([*graded({512: 0, 128: 0}), *failed]))[-1] == (
+    assert advice.headline(run([*graded({512: 0, 128: 0}), *failed]))[-1] == (
         "Left out: qa, where the full cache itself scores below 0.5."
     )
-    assert "With fewer than 10 samples of needle, this is a first look." in tables.headline(
+    assert "With fewer than 10 samples of needle, this is a first look." in advice.headline(
         run([*scored("full", [1] * 9), *scored("snapkv", [1] * 9)])
     )
     for records in ([], scored("full", [1]), scored("snapkv", [1])):
-        assert tables.headline(run(records))[0].startswith("No task was answered with both")
+        assert advice.headline(run(records))[0].startswith("No task was answered with both")
 
 
 def test_the_headline_tells_of_later_questions_and_of_text(run) -> None:
@@ -366,7 +368,7 @@ def test_the_headline_tells_of_later_questions_and_of_text(run) -> None:
     records += [
         record("t", m, task="text", scores={"kl": 0.125, "same_top": 0.75}) for m in ("full", "snapkv", "random")
     ]
-    assert tables.headline(run(records))[-2:] == [
+    assert advice.headline(run(records))[-2:] == [
         "Later questions about the same document, at 500: mean score 0.25, and 0.75 with the document read again.",
         "Running text, at 500: 0.125 nats per token from the full cache, "
         "the same most likely token in 75 % of the cases.",
@@ -375,7 +377,7 @@ def test_the_headline_tells_of_later_questions_and_of_text(run) -> None:
 
 def test_no_baseline_is_recommended(run) -> None:
     def recommended(*names: str) -> str | None:
-        return tables.recommended(run([record("a", name, 1) for name in names]))
+        return groups.recommended(run([record("a", name, 1) for name in names]))
 
     assert recommended("full", "random", "w8-max5-r0.5", "snapkv") == "snapkv"
     assert recommended("full", "random", "w8-max5-r0.5") == "w8-max5-r0.5"
@@ -387,10 +389,10 @@ def test_no_baseline_is_recommended(run) -> None:
 
 
 def test_settings() -> None:
-    assert tables.parse_setting("w8-avg5-r0.25") == (8, 5, "avg", 0.25)
-    assert tables.parse_setting("snapkv") == (16, 21, "max", 0.5)
-    assert tables.parse_setting("no-pooling") == (16, 1, "max", 0.5)
-    assert [tables.parse_setting(name) for name in ("full", "random", "w8-max5-r0.5-shared", "unheard-of")] == [
+    assert ablations.parse_setting("w8-avg5-r0.25") == (8, 5, "avg", 0.25)
+    assert ablations.parse_setting("snapkv") == (16, 21, "max", 0.5)
+    assert ablations.parse_setting("no-pooling") == (16, 1, "max", 0.5)
+    assert [ablations.parse_setting(name) for name in ("full", "random", "w8-max5-r0.5-shared", "unheard-of")] == [
         None
     ] * 4
 
@@ -398,7 +400,7 @@ def test_settings() -> None:
 def test_one_setting_is_varied_at_a_time(run) -> None:
     names = ["full", "random", "w64-max21-r0.5", "snapkv", "w8-max21-r0.5", "w16-max21-r0", "w16-max21-r0.25"]
     names += ["w16-max5-r0.5", "w16-avg5-r0.5", "w16-avg21-r0.5", "w64-max5-r0"]
-    found = {each.dimension: each.settings for each in tables.ablations(run(record("a", n, 1) for n in names))}
+    found = {each.dimension: each.settings for each in ablations.ablations(run(record("a", n, 1) for n in names))}
     assert found == {
         "window": ((8, "w8-max21-r0.5"), (16, "snapkv"), (64, "w64-max21-r0.5")),
         "kernel": ((5, "w16-max5-r0.5"), (21, "snapkv")),
@@ -410,8 +412,8 @@ def test_one_setting_is_varied_at_a_time(run) -> None:
 
 def test_without_the_default_preset_the_base_has_the_most_neighbours(run) -> None:
     names = ["w8-max5-r0.0", "w32-max5-r0.0", "w32-max7-r0.0", "w32-avg5-r0.0"]
-    assert {each.base for each in tables.ablations(run(record("a", n, 1) for n in names))} == {"w32-max5-r0.0"}
-    assert tables.ablations(run(record("a", n, 1) for n in ("full", "snapkv", "random"))) == []
+    assert {each.base for each in ablations.ablations(run(record("a", n, 1) for n in names))} == {"w32-max5-r0.0"}
+    assert ablations.ablations(run(record("a", n, 1) for n in ("full", "snapkv", "random"))) == []
 
 
 def test_ablations_apart_by_kind_of_task(run) -> None:
@@ -461,10 +463,10 @@ def test_markdown_to_the_letter() -> None:
 
 
 def test_interval_text() -> None:
-    assert tables.interval_text(Interval(0.9, 0.7454, 0.9661, 20)) == "0.900 (0.745 to 0.966)"
-    assert tables.interval_text(Interval(-0.1, -0.2, 0.05, 20), "+") == "-0.100 (-0.200 to +0.050)"
-    assert tables.interval_text(Interval(0.9, math.nan, math.nan, 1)) == "0.900"
-    assert tables.interval_text(None) == ""
+    assert intervals.interval_text(Interval(0.9, 0.7454, 0.9661, 20)) == "0.900 (0.745 to 0.966)"
+    assert intervals.interval_text(Interval(-0.1, -0.2, 0.05, 20), "+") == "-0.100 (-0.200 to +0.050)"
+    assert intervals.interval_text(Interval(0.9, math.nan, math.nan, 1)) == "0.900"
+    assert intervals.interval_text(None) == ""
 
 
 def test_values_that_are_not_finite_are_left_out(run) -> None:
