@@ -231,7 +231,7 @@ def run(
                 if wanted == Status.OK:
                     engine.decode(probe, end, seq)
                     w = min(WINDOW, len(probe))
-                    used = params(budget + len(probe), w, max(recent + len(probe), WINDOW), 5)
+                    used = params(budget + len(probe), w, max(min(recent, budget // 8) + len(probe), WINDOW), 5)
                     for i in range(N_LAYER):
                         kept.append(engine.select(_capi.scores(engine.ctx, seq, i, w), N_HEAD_KV, used))
                     assert engine.seq_rm(end, -1, seq)
