@@ -9,12 +9,12 @@ import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from . import ablations, advice, groups, methods, plots, tables
+from . import ablations, advice, groups, methods, plots, records, tables
 from .schema import Record
 
 _TEMPLATES = files(__package__) / "templates"
@@ -91,7 +91,7 @@ def load(folder: Path) -> Run:
         _check_kept(folder / "kept.json", kept)
     _check_cost(folder / "cost.json", cost)
     name = str(info.get("name") or folder.resolve().name)
-    return Run(folder, name, info, _read_records(folder / "records.jsonl"), kept, tuple(cost))
+    return Run(folder, name, info, records.read(folder / records.FILE), kept, tuple(cost))
 
 
 def _read_json(path: Path) -> Any:
@@ -99,46 +99,6 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: is not JSON ({error}); restore it or run snapkv eval again") from error
-
-
-def _read_records(path: Path) -> tuple[Record, ...]:
-    if not path.is_file():
-        return ()
-    lines = path.read_bytes().split(b"\n")
-    records: dict[tuple[str, str, int | float], Record] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = _record(json.loads(line))
-        except (ValueError, TypeError) as error:
-            # without a newline after it, it was never written to its end
-            if number == len(lines) and isinstance(error, ValueError):
-                break
-            raise ValueError(f"{path}, line {number}: {error}; remove the line and let snapkv eval go on") from error
-        records[record.sample, record.method, record.budget] = record
-    return tuple(records.values())
-
-
-def _record(values: Any) -> Record:
-    """A record from its JSON; fields of later versions are left out.
-
-    Raises:
-        TypeError: Not a record.
-        ValueError: Not JSON, or a field is missing.
-    """
-    if not isinstance(values, dict):
-        raise TypeError(f"must be an object, is {type(values).__name__}")
-    known = fields(Record)
-    required = (f.name for f in known if f.default is MISSING and f.default_factory is MISSING)
-    missing = [name for name in required if name not in values]
-    if missing:
-        raise TypeError(f"no field {', '.join(missing)}")
-    for name in ("fields", "scores"):
-        if not isinstance(values[name], dict):
-            raise TypeError(f"field {name} must be an object, is {values[name]!r}")
-    record = Record(**{f.name: values[f.name] for f in known if f.name in values})
-    return replace(record, answers=tuple(record.answers), references=tuple(record.references))
 
 
 def _check_kept(path: Path, kept: Any) -> None:

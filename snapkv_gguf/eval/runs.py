@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from .. import __version__, _lib, bench, models, system
 from ..config import SnapKV, ggml_type
 from ..prompt import Vocabulary
-from . import methods
+from . import methods, records
 from .engine import Engine, Method, prompt_tokens, room_for_answers
 from .schema import Request, Sample
 from .tasks import TASKS
@@ -203,7 +203,7 @@ class Run:
             self._lock.acquire()
         except Timeout:
             raise ValueError(f"{self.folder}: another process writes to it") from None
-        _cut_broken_line(self._file("records.jsonl"))
+        records.cut_broken_line(self._file(records.FILE))
         self.done = self._read_done()
         return self
 
@@ -265,10 +265,10 @@ class Run:
             estimate = Estimate.of(engine, self, missing)
             on_estimate(estimate)
             self._measure_kept(engine)
-            with self._file("records.jsonl").open("a", encoding="utf-8") as file:
+            with self._file(records.FILE).open("a", encoding="utf-8") as file:
                 for sample, left in missing:
                     for record in engine.run(sample, left):
-                        _append(file, asdict(record))
+                        records.append(file, record)
                         self.done.add((record.sample, record.method, record.budget))
                     on_progress(sample.id, estimate.seconds_of(sample, left))
                     self._write_facts(facts, started, None)
@@ -308,14 +308,7 @@ class Run:
         return self.folder / name
 
     def _read_done(self) -> set[tuple[str, str, int | float]]:
-        file = self._file("records.jsonl")
-        # the last one has no newline if the process was killed while it wrote
-        lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
-        try:
-            found = [json.loads(line) for line in lines if line.strip()]
-            return {(r["sample"], r["method"], r["budget"]) for r in found}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} is broken ({error!r}): remove the folder and run again") from error
+        return {(r.sample, r.method, r.budget) for r in records.read(self._file(records.FILE))}
 
     def _read_facts(self) -> dict[str, Any]:
         file = self._file("run.json")
@@ -448,20 +441,8 @@ def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def _append(file: TextIO, line: Mapping[str, Any]) -> None:
-    file.write(json.dumps(line) + "\n")
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def _write_json(file: Path, value: Any) -> None:
     """Whole or not at all."""
     temporary = file.with_suffix(".tmp")
     temporary.write_text(json.dumps(value, indent=1) if file.name == "run.json" else json.dumps(value), "utf-8")
     temporary.replace(file)
-
-
-def _cut_broken_line(file: Path) -> None:
-    if file.is_file():
-        with file.open("r+b") as out:
-            out.truncate(out.read().rfind(b"\n") + 1)

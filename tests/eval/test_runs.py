@@ -226,8 +226,8 @@ def test_methods_that_do_not_fit_the_prompts(
     [
         ("run.json", "", "run.json is broken .*remove it and run again"),
         ("run.json", "[]", "run.json is broken"),
-        ("records.jsonl", '{"sample": "x"}\n', "records.jsonl is broken .*remove the folder and run again"),
-        ("records.jsonl", "{\n", "records.jsonl is broken"),
+        ("records.jsonl", '{"sample": "x"}\n', "records.jsonl, line 1: no field .*remove the line and run"),
+        ("records.jsonl", "{\n", "records.jsonl, line 1: "),
     ],
 )
 def test_a_broken_folder(model_path: Path, tmp_path: Path, name: str, text: str, message: str) -> None:
