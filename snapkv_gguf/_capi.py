@@ -268,6 +268,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "set_observed": (ctypes.c_bool, [_ctx, _seq, _f64_p, ctypes.c_size_t]),
     "n_cells": (_i32, [_ctx, _seq]),
     "frontier": (_i32, [_ctx, _seq]),
+    "pos_end": (_i32, [_ctx, _seq]),
     "ring_size": (ctypes.c_size_t, [_ctx]),
     "n_layer": (_i32, [_ctx]),
     "get_layer": (ctypes.c_bool, [_ctx, _i32, ctypes.POINTER(_Layer)]),
@@ -460,6 +461,11 @@ def n_cells(ctx: Any, seq_id: int) -> int:
 def frontier(ctx: Any, seq_id: int) -> int:
     """The position that the kept cells before the window share, -1 if the sequence is whole."""
     return int(_c["frontier"](ctx, seq_id))
+
+
+def pos_end(ctx: Any, seq_id: int) -> int:
+    """Position after the prompt that a sequence was compacted for, 0 if it is whole."""
+    return int(_c["pos_end"](ctx, seq_id))
 
 
 def ring_size(ctx: Any) -> int:

@@ -344,6 +344,7 @@ class Engine:
 
         after = self.cells()
         frontier = n - n_tail - 1
+        assert _capi.pos_end(self.ctx, 0) == n
         assert after.pos.tolist() == [frontier] * (settings.n_budget - n_tail) + list(range(frontier + 1, n))
         assert after.index.tolist() == sorted(chosen.before.index)[: settings.n_budget]
         return self.check_moved(chosen, settings)
@@ -366,6 +367,7 @@ class Engine:
 
         after = self.cells()
         assert after.pos.tolist() == [end - 1] * settings.n_budget
+        assert _capi.pos_end(self.ctx, 0) == end
         assert after.index.tolist() == sorted(chosen.before.index)[: settings.n_budget]
         return self.check_moved(chosen, used)
 
