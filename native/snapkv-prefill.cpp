@@ -124,7 +124,12 @@ struct partial_state {
         }
     }
 
-    // remove the tokens from p0 on
+    // before a pass, which can shift it
+    bool restore() {
+        return !is_needed || llama_state_seq_set_data_ext(&lctx, data.data(), data.size(), seq_id, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == data.size();
+    }
+
+    // remove the tokens from p0 on, what was restored does not hold them
     bool remove(llama_pos p0) {
         if (!is_needed) {
             return lctx.get_memory()->seq_rm(seq_id, p0, -1);
@@ -132,8 +137,7 @@ struct partial_state {
 
         const auto caches = llama_snapkv::get_caches(lctx.get_memory());
 
-        return caches.kv->seq_rm(seq_id, p0, -1) && (!caches.idx || caches.idx->seq_rm(seq_id, p0, -1)) &&
-            llama_state_seq_set_data_ext(&lctx, data.data(), data.size(), seq_id, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == data.size();
+        return caches.kv->seq_rm(seq_id, p0, -1) && (!caches.idx || caches.idx->seq_rm(seq_id, p0, -1));
     }
 
     llama_context & lctx;
@@ -197,17 +201,19 @@ llama_snapkv_status make_room(
         // first as much as the probe needs, by the sequence's own last tokens
         const uint32_t n_needed = n_probe - n_room;
 
+        if (n_needed > order.size() - params.n_budget) {
+            return LLAMA_SNAPKV_STATUS_NO_ROOM;
+        }
+
         llama_snapkv_params first = params;
-        first.n_budget = order.size() - std::min<uint32_t>(n_needed, order.size() - params.n_budget);
+        first.n_budget = order.size() - n_needed;
 
         const auto status = snapkv_pass(lctx, snapkv, seq_id, first, first.n_window, stats);
         if (status == LLAMA_SNAPKV_STATUS_NO_QUERIES && n_room > 0) {
             probe  += n_needed;
             n_probe = n_room;
-        } else if (status != LLAMA_SNAPKV_STATUS_OK) {
-            return status;
-        } else if (llama_snapkv_n_room(&lctx, seq_id, 0) < (int32_t) n_probe) {
-            return LLAMA_SNAPKV_STATUS_NO_ROOM;
+        } else if (status != LLAMA_SNAPKV_STATUS_OK || first.n_budget == params.n_budget) {
+            return status; // nothing is left to be chosen
         }
     }
 
@@ -232,6 +238,10 @@ llama_snapkv_status make_room(
         i += n;
     }
 
+    if (!state.restore()) {
+        return lose_sequence(lctx, seq_id, LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);
+    }
+
     // What stands right before the probe is looked at most, and there it stands only now: with a large recent part besides,
     // older cells are pushed out pass by pass.
     params.n_recent  = std::min(params.n_recent, params.n_budget/N_RECENT_DIV);
@@ -247,7 +257,7 @@ llama_snapkv_status make_room(
         return lose_sequence(lctx, seq_id, status == LLAMA_SNAPKV_STATUS_ABORTED ? LLAMA_SNAPKV_STATUS_CANCELLED : LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);
     }
 
-    const llama_pos pos = lctx.get_memory()->seq_pos_max(seq_id) + 1 - (llama_pos) n_probe;
+    const llama_pos pos = llama_snapkv::get_caches(lctx.get_memory()).kv->seq_pos_max(seq_id) + 1 - (llama_pos) n_probe;
 
     if (!state.remove(pos)) {
         return lose_sequence(lctx, seq_id, LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);

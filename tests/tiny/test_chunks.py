@@ -294,6 +294,19 @@ def test_make_room_within_the_budget(models: dict[str, Path]) -> None:
         assert engine.cells().pos.tolist() == before.pos.tolist()
 
 
+def test_make_room_without_room_for_the_probe(models: dict[str, Path]) -> None:
+    """A refusal changes nothing; as many tokens as there can be room for are no refusal."""
+    tokens = random_tokens(N_CTX - 6, 320, seed=15)
+    with Engine(models["llama"], params(64), n_ctx=N_CTX) as engine:
+        engine.decode(tokens)
+        before = engine.cells()
+        assert _capi.make_room(engine.ctx, 0, tokens[: N_CTX - 63])[0] == Status.NO_ROOM
+        assert engine.frontier() == -1
+        assert same_rows(engine.cells(), before)
+        assert _capi.make_room(engine.ctx, 0, tokens[: N_CTX - 64])[0] == Status.OK
+        assert engine.n_cells() == 64
+
+
 @pytest.mark.parametrize("unified", [True, False])
 def test_sequences_side_by_side(models: dict[str, Path], unified: bool) -> None:
     """In turns, as a server does; each as if it were alone."""

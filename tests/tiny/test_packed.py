@@ -128,6 +128,19 @@ def test_longer_than_the_trained_context(tmp_path: Path) -> None:
         assert _capi.n_tokens(engine.ctx, 0) == 4000
 
 
+@pytest.mark.parametrize("n_ubatch", [128, 16])
+@pytest.mark.parametrize(("name", "n_swa"), [("gemma3", 64), ("lfm2", 0)])
+def test_what_is_not_compacted_moves_too(models: dict[str, Path], name: str, n_swa: int, n_ubatch: int) -> None:
+    """Also where the probe's part of it was saved before and restored after."""
+    tokens = random_tokens(1500, 320, seed=9)
+    with Engine(models[name], packed(), n_ctx=N_CTX, n_batch=128, n_ubatch=n_ubatch, swa_full=False) as engine:
+        for n in (1000, 400, 100):
+            status, _ = _capi.prefill(engine.ctx, 0, tokens[:n], chunk=64, probe=90)
+            assert status == Status.OK
+            assert engine.pos_max() == _capi.cells(engine.ctx, 0)[0][-1] < N_CTX + n_swa
+        assert _capi.n_tokens(engine.ctx, 0) == 1500
+
+
 def test_scores_see_the_rotated_keys(models: dict[str, Path]) -> None:
     """The next pass's scores are those of the oracle on what is there."""
     tokens = random_tokens(600, 320, seed=6)
