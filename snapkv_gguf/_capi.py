@@ -46,6 +46,9 @@ class Status(IntEnum):
     BEYOND_CONTEXT = -24
 
 
+# queries beside those of the window, so that tokens can be taken back: N_RING_SLACK of native/snapkv-hooks.h
+RING_SLACK = 16
+
 POOL_TYPES: dict[Pool, int] = {"avg": 0, "max": 1}
 
 RULES: dict[Rule, int] = {name: i for i, name in enumerate(get_args(Rule))}

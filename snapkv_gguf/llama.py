@@ -10,6 +10,7 @@ import inspect
 import re
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ from .config import ResolvedSnapKV, SnapKV
 
 # after _capi, which makes llama_cpp load our libraries
 import llama_cpp  # isort: skip
+from llama_cpp.llama_speculative import LlamaDraftModel  # isort: skip
 
 _GENERATE = inspect.signature(llama_cpp.Llama.generate)
 
@@ -101,6 +103,7 @@ class Llama(llama_cpp.Llama):
 
     n_tokens: int
     input_ids: npt.NDArray[np.intc]
+    draft_model: LlamaDraftModel | None
     scores: npt.NDArray[np.single]
     _n_ctx: int
     _requires_eval: bool
@@ -159,11 +162,7 @@ class Llama(llama_cpp.Llama):
         if snapkv.chunk is not None:
             self._enable_chunks(snapkv, snapkv.chunk)
         if snapkv.positions == "packed":
-            # what was compacted cannot be removed by tokens, only all of it
-            remove = type(self._ctx).kv_cache_seq_rm
-            self._ctx.kv_cache_seq_rm = lambda seq_id, p0, p1: remove(
-                self._ctx, seq_id, p0 if p0 <= 0 else max(p0 - self._shift, 1), p1
-            )
+            self._ctx.kv_cache_seq_rm = _RemoveByTokens(self)
 
     def _enable_chunks(self, snapkv: SnapKV, chunk: int) -> None:
         cells = self._cells or self._n_ctx
@@ -178,6 +177,10 @@ class Llama(llama_cpp.Llama):
                 f"n_ctx={cells}: must be more cells than budget={budget} and {n_probe} of the probe together, "
                 f"such as n_ctx={budget + n_probe + chunk}; or lower the budget"
             )
+        if self.draft_model is not None:
+            # a token and its draft are evaluated at once, after a pass; a rejected one must leave a window's queries
+            longest = min(cells - budget, self.n_batch) - 1
+            self.draft_model = _ShortDrafts(self.draft_model, min(longest, _capi.RING_SLACK))
         # llama_cpp takes it for the longest prompt
         self._n_ctx = min(_capi.n_pos_max(self.ctx), _MAX_TOKENS)
         ids = np.zeros(self._n_ctx, dtype=np.intc)
@@ -480,7 +483,7 @@ class Llama(llama_cpp.Llama):
                 tokens,
                 params=settings,
                 cells=self._cells,
-                chunk=snapkv.chunk or self.n_ctx(),
+                chunk=max(snapkv.chunk or self.n_ctx(), len(tokens) if self._answering else 0),
                 probe=probe,
                 logits_all=self._logits_all,
                 progress=on_batch,
@@ -561,7 +564,13 @@ class Llama(llama_cpp.Llama):
         if self._logits_all and self.scores.shape[0] < state.n_tokens <= self._n_ctx:
             self.scores = np.empty((state.n_tokens, self._n_vocab), dtype=np.single)
         try:
-            super().load_state(state)
+            if state.n_tokens > self._n_ctx:
+                raise RuntimeError(f"the state holds {state.n_tokens} tokens, this context takes {self._n_ctx}")
+            try:
+                super().load_state(state)
+            except ValueError as error:
+                # arrays of other sizes
+                raise RuntimeError(f"the state is of an instance with other n_batch or logits_all: {error}") from error
             if self.snapkv is None and self._prefix_is_gone():
                 raise _CompactedState
             if self._observes() and observed is not None:
@@ -591,7 +600,36 @@ class Llama(llama_cpp.Llama):
         return bool(llama_cpp.llama_memory_seq_pos_min(self._ctx.memory, 0) > 0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "snapkv": self.snapkv}
+        state = {**super().__getstate__(), "snapkv": self.snapkv}
+        if isinstance(self.draft_model, _ShortDrafts):
+            state["draft_model"] = self.draft_model.model
+        return state
+
+
+class _ShortDrafts(LlamaDraftModel):
+    """Drafts of at most so many tokens."""
+
+    def __init__(self, model: LlamaDraftModel, n_max: int) -> None:
+        self.model = model
+        self.n_max = n_max
+
+    def __call__(self, input_ids: npt.NDArray[np.intc], /, **kwargs: Any) -> npt.NDArray[np.intc]:
+        draft: npt.NDArray[np.intc] = self.model(input_ids, **kwargs)
+        return draft[: self.n_max]
+
+
+class _RemoveByTokens:
+    """The context's kv_cache_seq_rm() with packed positions: what was compacted is removed only as a whole."""
+
+    def __init__(self, llm: Llama) -> None:
+        self._remove = type(llm._ctx).kv_cache_seq_rm
+        # the context holds this
+        self._llm = weakref.ref(llm)
+
+    def __call__(self, seq_id: int, p0: int, p1: int) -> bool:
+        llm = self._llm()
+        assert llm is not None
+        return bool(self._remove(llm._ctx, seq_id, p0 if p0 <= 0 else max(p0 - llm._shift, 1), p1))
 
 
 # of a context that takes any number: llama_cpp keeps an array of so many

@@ -12,7 +12,7 @@ from engine import Engine, params
 from snapkv_gguf import _capi, tiny
 from snapkv_gguf._capi import Status
 
-N_CTX, N_SEQ, WINDOW, SLACK = 256, 3, 8, 16
+N_CTX, N_SEQ, WINDOW, SLACK = 256, 3, 8, _capi.RING_SLACK
 N_LAYER, N_HEAD_KV = 2, 2
 Row = tuple[tuple[bytes, ...], ...]  # per layer: K of head 0, V of head 0, K of head 1, ...; of packed ones V only
 

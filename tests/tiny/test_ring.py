@@ -12,7 +12,7 @@ from snapkv_gguf import _capi
 from snapkv_gguf._capi import Status
 
 N, BUDGET, WINDOW = 120, 64, 16
-SLACK = 16  # llama_snapkv::N_RING_SLACK
+SLACK = _capi.RING_SLACK
 SETTINGS = params(BUDGET, WINDOW, kernel=7)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import pickle
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -260,6 +262,55 @@ def test_draft_model(model_path: Path) -> None:
     # until room was made for the answer, which a draft can move by a few tokens
     assert found[:150] == expected[:150]
     assert len(found) == 300
+
+
+@pytest.mark.parametrize(("budget", "chunk", "n_draft"), [(64, 1, 10), (64, 32, 40), (64, 64, 300), (250, 64, 10)])
+def test_drafts_that_do_not_fit_at_once(model_path: Path, budget: int, chunk: int, n_draft: int) -> None:
+    """A draft is sampled from as one batch: room is made for all of it before, or it is cut."""
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    config = SnapKV(budget, 8, 5, recent=0.25, chunk=chunk, probe=0)
+    draft = LlamaPromptLookupDecoding(num_pred_tokens=n_draft)
+    with contextlib.closing(make_chunks(model_path, config, draft_model=draft)) as llm:
+        assert len(say(llm, LONG[:400], 300)) == 300
+        assert llm.snapkv_stats.answer_passes > 0
+        assert pickle.loads(pickle.dumps(llm.__getstate__()))["draft_model"].num_pred_tokens == n_draft
+
+
+@BOTH
+def test_freed_without_the_collector(model_path: Path, config: SnapKV) -> None:
+    llm = make_chunks(model_path, config)
+    say(llm, LONG, 5)
+    gone = weakref.ref(llm)
+    gc.disable()
+    try:
+        del llm
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_state_longer_than_the_context(model_path: Path) -> None:
+    with contextlib.closing(make_chunks(model_path)) as llm:
+        tokens = tokens_of(llm, LONG)
+        say(llm, tokens, 5)
+        state = llm.save_state()
+    with contextlib.closing(make(model_path, SnapKV(64, 8, 5, recent=0.25), n_ctx=N_CTX)) as other:
+        expected = say(other, SHORT, 10)
+        with pytest.raises(RuntimeError, match=f"tokens, this context takes {N_CTX}"):
+            other.load_state(state)
+        assert (other.n_tokens, other.kv_cells) == (0, 0)
+        assert say(other, SHORT, 10) == expected
+
+
+def test_a_state_of_another_batch(model_path: Path) -> None:
+    with contextlib.closing(make_chunks(model_path)) as llm:
+        say(llm, LONG, 5)
+        state = llm.save_state()
+    with contextlib.closing(make_chunks(model_path, n_batch=32)) as other:
+        with pytest.raises(RuntimeError, match="other n_batch or logits_all"):
+            other.load_state(state)
+        assert (other.n_tokens, other.kv_cells) == (0, 0)
 
 
 @pytest.mark.parametrize("rule", ["shared", "first-recent", "random", "h2o"])
