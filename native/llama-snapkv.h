@@ -188,8 +188,8 @@ extern "C" {
         const struct llama_snapkv_params * params; // of the passes, NULL for those of llama_snapkv_init()
 
         uint32_t n_cells; // that the sequence may take, 0: what the cache has
-        uint32_t n_chunk; // tokens between two passes, if the cells have room for so many: at least one pass per n_chunk tokens
-                          // once the cells are full
+        uint32_t n_chunk; // tokens that are read at a time: a pass comes when the cells have no room for as many
+                          // with less room than that beside the budget and the probe, all of the room is read at a time
 
         const llama_token * probe; // NULL: the last n_probe tokens of the prompt
         uint32_t n_probe;          // 0: none, what was read last looks

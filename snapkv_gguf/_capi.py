@@ -383,7 +383,7 @@ def prefill(
     Args:
         params: Of the passes, None for those of :func:`init`.
         cells: Cells that the sequence may take, 0 for what the cache has.
-        chunk: Tokens between two passes.
+        chunk: Tokens that are read at a time; a pass comes when there is no room for as many.
         probe: Last tokens of the prompt that look while it is read, or tokens of their own.
         logits_all: Of all tokens, to be read in ``progress``.
         progress: Called with the tokens done and the tokens to do after each batch; false stops. What it raises is

@@ -77,7 +77,7 @@ Chunk = Annotated[
         "--chunk",
         min=1,
         max=MAX_CELLS,
-        help="With --cells: tokens between two passes.",
+        help="With --cells: tokens read at a time; when the cells have no room for as many, a pass makes it.",
         rich_help_panel="Longer than the cells",
     ),
 ]
@@ -218,6 +218,7 @@ def run(
         if config is not None and cells:
             looks = probe or _question_tokens(vocabulary, question, tokens)
             config = _with_chunks(config, chunk, looks, positions)
+            _check_cells(config, cells, len(tokens), vocabulary)
         if config is None or config.positions == "true":
             _warn_of_length(len(tokens), vocabulary)
     n_ctx = cells or n_ctx or context_size(len(tokens) + n_predict + 1)
@@ -691,6 +692,22 @@ def _with_chunks(config: SnapKV, chunk: int, probe: str | int, positions: str) -
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _check_cells(config: SnapKV, cells: int, n_tokens: int, vocabulary: Vocabulary) -> None:
+    """As Llama does, with the names of the options."""
+    from .prompt import context_size
+
+    cells = context_size(cells)
+    n_probe = vocabulary.count(config.probe) if isinstance(config.probe, str) else config.probe
+    problem = config.check_cells(cells, n_probe)
+    if problem:
+        raise typer.BadParameter(f"--cells {cells}: {problem}")
+    n = vocabulary.n_ctx_train
+    if config.positions == "true" and 0 < max(n, cells) < n_tokens:
+        raise typer.BadParameter(
+            f"the prompt has {n_tokens} tokens, the model was trained for {n}: --positions packed reads it"
+        )
 
 
 def _question_tokens(vocabulary: Vocabulary, question: str | None, tokens: list[int]) -> int:

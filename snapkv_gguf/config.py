@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from collections.abc import Mapping
@@ -70,9 +71,9 @@ class SnapKV:
             heads, which keep the same cells), ``"first-recent"`` (the first 4 and the most recent cells:
             StreamingLLM, arXiv:2309.17453), ``"random"``, ``"h2o"`` (attention of all tokens instead of the window's,
             arXiv:2306.14048, which costs about another prefill's attention; ``kernel`` and ``pool`` have no effect).
-        chunk: Tokens between two passes while a prompt is read that is longer than the context's cells, which are
-            then no limit: whenever the next chunk would not fit, the cells are compacted to the budget and reading
-            goes on; so are they when an answer has filled them. None: a prompt must fit into the cells.
+        chunk: Tokens that are read at a time of a prompt that is longer than the context's cells, which are then no
+            limit: whenever the next chunk would not fit, the cells are compacted to the budget and reading goes on;
+            so are they when an answer has filled them. None: a prompt must fit into the cells.
         probe: What looks at the text while it is read in chunks: a number of tokens at the prompt's end (int, 0 for
             none: the chunk's own last tokens), or a text, such as the question.
         positions: Of the kept cells. ``"true"``: those of their tokens, so that prompt and answer are limited by the
@@ -147,6 +148,11 @@ class SnapKV:
             probe = _integer("probe", probe, "a number of tokens (int) or a text (str)")
             if not 0 <= probe <= MAX_WINDOW:
                 raise ValueError(f"probe={probe}: must be between 0 (none) and {MAX_WINDOW} tokens, try 32")
+        else:
+            try:
+                probe.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"probe={probe!r}: is no text that can be encoded ({error.reason})") from None
         if self.positions == "packed" and isinstance(budget, int) and budget < window + 2:
             raise ValueError(f"budget={budget}: must be at least window={window} and 2 more with packed positions")
 
@@ -188,6 +194,18 @@ class SnapKV:
                 raise TypeError(f"snapkv: unknown field {', '.join(unknown)}; the fields are {', '.join(names)}")
             return cls(**value)
         raise TypeError(f"snapkv={value!r}: must be True, False, None, a SnapKV or a dict of its fields")
+
+    def check_cells(self, n_cells: int, n_probe: int) -> str | None:
+        """What is wrong with so many cells to read in chunks, with so many tokens of the probe; None if nothing is."""
+        budget = self.resolve(n_cells).budget
+        if n_cells > budget + n_probe:
+            return None
+        beside = n_probe + (self.chunk or 1)
+        enough = budget + beside if isinstance(self.budget, int) else math.ceil(beside / (1 - self.budget))
+        return (
+            f"must be more cells than the budget of {budget} and the {n_probe} tokens of the probe together, "
+            f"such as {enough}; or lower the budget"
+        )
 
     def resolve(self, n_tokens: int) -> ResolvedSnapKV:
         """The settings in cells for a prompt of ``n_tokens`` tokens.

@@ -160,11 +160,11 @@ class Llama(llama_cpp.Llama):
             )
         self._n_ctx = self.n_ctx()
         if snapkv.chunk is not None:
-            self._enable_chunks(snapkv, snapkv.chunk)
+            self._enable_chunks(snapkv)
         if snapkv.positions == "packed":
             self._ctx.kv_cache_seq_rm = _RemoveByTokens(self)
 
-    def _enable_chunks(self, snapkv: SnapKV, chunk: int) -> None:
+    def _enable_chunks(self, snapkv: SnapKV) -> None:
         cells = self._cells or self._n_ctx
         budget = snapkv.resolve(cells).budget
         if isinstance(snapkv.probe, str):
@@ -172,10 +172,16 @@ class Llama(llama_cpp.Llama):
         else:
             self._probe = snapkv.probe
         n_probe = self._probe if isinstance(self._probe, int) else len(self._probe)
-        if cells <= budget + n_probe:
-            raise ValueError(
-                f"n_ctx={cells}: must be more cells than budget={budget} and {n_probe} of the probe together, "
-                f"such as n_ctx={budget + n_probe + chunk}; or lower the budget"
+        problem = snapkv.check_cells(cells, n_probe)
+        if problem:
+            raise ValueError(f"n_ctx={cells}: {problem}")
+        spare = cells - budget - n_probe
+        if spare < (snapkv.chunk or 0) // 8:
+            warnings.warn(
+                f"snapkv: {cells} cells leave {spare} beside the budget of {budget} and the {n_probe} tokens of the "
+                f"probe, so a long prompt takes a pass every {spare} tokens: raise n_ctx, or lower the budget",
+                RuntimeWarning,
+                stacklevel=4,
             )
         if self.draft_model is not None:
             # a token and its draft are evaluated at once, after a pass; a rejected one must leave a window's queries
@@ -416,7 +422,7 @@ class Llama(llama_cpp.Llama):
     def _too_long(self, text: str) -> str:
         if not self._chunks():
             return text if self.snapkv is None else f"{text}; snapkv=SnapKV(chunk=1024) reads prompts longer than that"
-        text = re.sub(r"context window of \d+", f"the {self._n_ctx} tokens the model was trained for", text)
+        text = re.sub(r"context window of \d+", f"the {self._n_ctx} tokens of the model's context", text)
         return f"{text}; snapkv=SnapKV(positions='packed', ...) reads longer ones, rope_freq_scale scales its context"
 
     def eval(self, tokens: Sequence[int]) -> None:
@@ -452,6 +458,9 @@ class Llama(llama_cpp.Llama):
 
     def _eval_chunks(self, snapkv: SnapKV, tokens: list[int]) -> None:
         """eval(), and a pass whenever the cells are full."""
+        if self.n_tokens + len(tokens) > self._n_ctx and not self._chunks():
+            reads = "SnapKV(chunk=1024) reads longer prompts"
+            raise SnapKVError(Status.NO_ROOM, f"{self.n_tokens + len(tokens)} tokens, {self._n_ctx} cells: {reads}")
         if self.n_tokens + len(tokens) > self._n_ctx:
             raise SnapKVError(Status.BEYOND_CONTEXT, f"{self.n_tokens + len(tokens)} tokens, at most {self._n_ctx}")
         self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)

@@ -23,7 +23,7 @@ struct common_params_snapkv {
 
     enum llama_snapkv_pool pool = LLAMA_SNAPKV_POOL_MAX;
 
-    int32_t chunk      = 0;  // tokens between two passes while a prompt longer than the cells is read, 0: it must fit
+    int32_t chunk      = 0;  // tokens read at a time of a prompt longer than the cells, 0: it must fit
     int32_t probe      = 32; // last tokens of such a prompt, that look meanwhile
     int32_t prompt_max = 0;  // tokens of a prompt and its answer, 0: as many as the model allows
 

@@ -113,6 +113,35 @@ def test_a_prompt_longer_than_the_model_was_trained_for(tmp_path: Path) -> None:
     assert demo.stderr.count("the model was trained for 256") == 1
 
 
+@pytest.mark.parametrize("arguments", [[], ["--probe", "8"], ["--probe", "quick fox?"], ["--positions", "packed"]])
+def test_a_prompt_longer_than_the_cells(model_path: Path, arguments: list[str]) -> None:
+    result = snapkv(
+        "run", "-m", model_path, "-p", 4 * TEXT, "-q", "Why?", "-n", "9", "--json", "--cells", "200", "--chunk", "64",
+        *SETTINGS, *arguments,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["prompt_tokens"] > 4 * len(TEXT)
+    assert found["stats"]["chunk_passes"] > 5
+    assert found["settings"]["chunk"] == 64
+    assert found["kv_cells"] == 64
+
+
+def test_cells_that_do_not_do(model_path: Path, tmp_path: Path) -> None:
+    short = tiny.write_llama(tmp_path / "m.gguf", tiny.Shape(n_ctx=256))
+    for arguments, told in (
+        (["-m", model_path, "--cells", "200", "-c", "300"], "not both"),
+        (["-m", model_path, "--cells", "200", "--no-snapkv"], "--cells needs SnapKV"),
+        (["-m", model_path, "--chunk", "64"], "--chunk: only with --cells"),
+        (["-m", model_path, "--cells", "200", "-B", "250"], "--cells 256: must be more cells than the budget of 250"),
+        (["-m", model_path, "--cells", "200", "-q", "Why? " * 60], "tokens of the probe together, such as"),
+        (["-m", short, "--cells", "200"], "the model was trained for 256: --positions packed reads it"),
+    ):
+        result = snapkv("run", "-p", TEXT, *SETTINGS, *arguments)
+        assert result.exit_code == 2, result.output
+        assert unboxed(told) in unboxed(result.stderr)
+
+
 def test_prompts_must_be_utf_8(model_path: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"hello \xff world")
     run = [sys.executable, "-m", "snapkv_gguf.cli", "run", "-m", model_path, "-n", "2", *SETTINGS]

@@ -117,6 +117,7 @@ def test_chunks() -> None:
         ({"chunk": True}, "must be a number of tokens"),
         ({"probe": -1}, r"probe=-1: must be between 0 \(none\) and 4096"),
         ({"probe": 4097}, "try 32"),
+        ({"probe": "\ud800"}, "is no text that can be encoded"),
         ({"probe": 0.5}, "a number of tokens .int. or a text"),
         ({"positions": "paked"}, "positions='paked': must be 'true' or 'packed'"),
         ({"budget": 17, "recent": 0, "positions": "packed"}, "budget=17: must be at least window=16 and 2 more"),

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import pickle
+import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from llamas import Evaluated, complete, logits, make, say, tokens_of
 
-from snapkv_gguf import SnapKV, tiny
+from snapkv_gguf import SnapKV, SnapKVError, tiny
 
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -344,14 +345,32 @@ def test_shares_are_of_the_cells(model_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (SnapKV(N_CTX, 8, chunk=64), "n_ctx=256: must be more cells than budget=256 and 32 of the probe"),
-        (SnapKV(230, 8, chunk=64, probe=26), "n_ctx=320; or lower"),
+        (
+            SnapKV(N_CTX, 8, chunk=64),
+            "n_ctx=256: must be more cells than the budget of 256 and the 32 tokens of the probe",
+        ),
+        (SnapKV(230, 8, chunk=64, probe=26), "such as 320; or lower"),
+        (SnapKV(0.9, 8, chunk=64, probe=26), "such as 90.; or lower"),
         (SnapKV(64, 8, chunk=64, probe="Why? " * 60), "of the probe together"),
     ],
 )
 def test_settings_that_do_not_fit(config: SnapKV, match: str, model_path: Path) -> None:
     with pytest.raises(ValueError, match=match):
         make_chunks(model_path, config)
+
+
+def test_what_a_message_names_is_enough(model_path: Path) -> None:
+    config = SnapKV(0.9, 8, chunk=64, probe=26)
+    problem = config.check_cells(N_CTX, 26)
+    assert problem is not None
+    enough = int(re.findall(r"such as (\d+)", problem)[0])
+    assert config.check_cells(enough, 26) is None
+    make_chunks(model_path, config, n_ctx=enough).close()
+
+
+def test_hardly_any_cells_to_read_in(model_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="256 cells leave 1 beside .* a pass every 1 tokens"):
+        make_chunks(model_path, SnapKV(239, 8, 5, chunk=64, probe=16)).close()
 
 
 def test_models_whose_positions_cannot_be_packed(tmp_path: Path) -> None:
@@ -376,3 +395,5 @@ def test_packed_without_chunks(model_path: Path) -> None:
         assert evaluated.since() < 60
         with pytest.raises(ValueError, match="exceed context window"):
             complete(llm, LONG)
+        with pytest.raises(SnapKVError, match=r"cells: SnapKV\(chunk=1024\) reads longer prompts"):
+            llm.eval(tokens_of(llm, LONG))
