@@ -172,10 +172,14 @@ extern "C" {
     // decodes the probe after the sequence, in cells that must be free, runs the pass, and takes the probe back; the last
     // n_recent cells before the probe are kept in any case, at most 1/8 of the budget
     // n_probe = 0, or a rule that needs no queries: no probe, the sequence's last tokens look
+    // tokens: read for good before the probe, in the same batch if they can be, which costs less; only with a probe, and if
+    // there is room for both; n_tokens = 0: none
     // params, stats: as in llama_snapkv_compact(), the budget without the probe; the logits of the last decode are lost
     LLAMA_API enum llama_snapkv_status llama_snapkv_make_room(
                  struct llama_context       * ctx,
                        llama_seq_id           seq_id,
+            const      llama_token          * tokens,
+                       uint32_t               n_tokens,
             const      llama_token          * probe,
                        uint32_t               n_probe,
             const struct llama_snapkv_params * params,
@@ -207,7 +211,7 @@ extern "C" {
         uint32_t n_cells;   // in use at the end
 
         int64_t t_decode_us; // of the prompt, all but the next two
-        int64_t t_probe_us;
+        int64_t t_probe_us;  // by their number, of the batches that hold tokens of the prompt, too
         int64_t t_pass_us;
         int64_t t_total_us;
     };

@@ -80,6 +80,12 @@ namespace {
 // of the budget of a pass with a probe, the recent part is at most 1/8
 constexpr uint32_t N_RECENT_DIV = 8;
 
+llama_snapkv_status lose_sequence(llama_context & lctx, llama_seq_id seq_id, llama_snapkv_status status) {
+    lctx.get_memory()->seq_rm(seq_id, -1, -1);
+
+    return status;
+}
+
 // decodes tokens of one sequence, each call one batch of at most n_max
 struct decoder {
     decoder(llama_context & lctx, llama_seq_id seq_id, uint32_t n_max) :
@@ -106,6 +112,21 @@ struct decoder {
         return llama_decode(&lctx, batch);
     }
 
+    // batch by batch, without logits; what fails loses the sequence
+    llama_snapkv_status decode_all(const llama_token * tokens, uint32_t n_tokens) {
+        for (uint32_t i = 0; i < n_tokens; ) {
+            const uint32_t n = std::min(n_tokens - i, lctx.n_batch());
+
+            const int32_t ret = decode(tokens + i, n, false, false);
+            if (ret != 0) {
+                return lose_sequence(lctx, seq_id, ret == 2 ? LLAMA_SNAPKV_STATUS_CANCELLED : LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);
+            }
+            i += n;
+        }
+
+        return LLAMA_SNAPKV_STATUS_OK;
+    }
+
     llama_context & lctx;
     llama_seq_id seq_id;
     llama_batch  batch;
@@ -114,14 +135,18 @@ struct decoder {
 // the sequence's state that does not come back when its last tokens are removed
 struct partial_state {
     partial_state(llama_context & lctx, llama_seq_id seq_id, uint32_t n_tokens) : lctx(lctx), seq_id(seq_id) {
-        const auto caches = llama_snapkv::get_caches(lctx.get_memory());
-
-        // one ubatch takes only cells of the sliding window that the next token no longer sees
-        is_needed = caches.recr || (caches.swa && n_tokens > lctx.n_ubatch());
+        is_needed = is_needed_for(lctx, n_tokens);
         if (is_needed) {
             data.resize(llama_state_seq_get_size_ext(&lctx, seq_id, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY));
             is_valid = llama_state_seq_get_data_ext(&lctx, data.data(), data.size(), seq_id, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == data.size();
         }
+    }
+
+    static bool is_needed_for(llama_context & lctx, uint32_t n_tokens) {
+        const auto caches = llama_snapkv::get_caches(lctx.get_memory());
+
+        // one ubatch takes only cells of the sliding window that the next token no longer sees
+        return caches.recr || (caches.swa && n_tokens > lctx.n_ubatch());
     }
 
     // before a pass, which can shift it
@@ -149,12 +174,6 @@ struct partial_state {
     std::vector<uint8_t> data;
 };
 
-llama_snapkv_status lose_sequence(llama_context & lctx, llama_seq_id seq_id, llama_snapkv_status status) {
-    lctx.get_memory()->seq_rm(seq_id, -1, -1);
-
-    return status;
-}
-
 // false: packed positions are asked for, and it is not known how the rows are rotated
 bool can_pack(const llama_snapkv & snapkv, llama_seq_id seq_id, const llama_snapkv_params & params) {
     const auto order = snapkv.get_order(seq_id);
@@ -162,17 +181,22 @@ bool can_pack(const llama_snapkv & snapkv, llama_seq_id seq_id, const llama_snap
     return params.positions != LLAMA_SNAPKV_POSITIONS_PACKED || order.empty() || !snapkv.get_rotated(seq_id, order).empty();
 }
 
-// t_probe_us: without the pass
+// t_probe_us: without the pass, and without the tokens
 llama_snapkv_status make_room(
         llama_context & lctx,
         llama_snapkv  & snapkv,
         llama_seq_id    seq_id,
+        const llama_token * tokens,
+        uint32_t        n_tokens,
         const llama_token * probe,
         uint32_t        n_probe,
         llama_snapkv_params params,
         llama_snapkv_stats & stats,
         int64_t       & t_probe_us) {
     if (n_probe == 0 || snapkv_get_rule(params.rule)->needs != SNAPKV_RULE_NEEDS_WINDOW) {
+        if (n_tokens > 0) {
+            return LLAMA_SNAPKV_STATUS_INVALID_PARAMS;
+        }
         return snapkv_pass(lctx, snapkv, seq_id, params, params.n_window, stats);
     }
 
@@ -186,7 +210,7 @@ llama_snapkv_status make_room(
     stats.n_cells_before = order.size();
     stats.n_cells_after  = order.size();
 
-    if (order.size() <= params.n_budget) {
+    if (order.size() + n_tokens <= params.n_budget) {
         return LLAMA_SNAPKV_STATUS_WITHIN_BUDGET;
     }
     if (snapkv.has_shared_cells(seq_id)) {
@@ -197,6 +221,9 @@ llama_snapkv_status make_room(
     }
 
     const uint32_t n_room = llama_snapkv_n_room(&lctx, seq_id, 0);
+    if (n_tokens > 0 && n_room < n_tokens + n_probe) {
+        return LLAMA_SNAPKV_STATUS_NO_ROOM;
+    }
     if (n_room < n_probe) {
         // first as much as the probe needs, by the sequence's own last tokens
         const uint32_t n_needed = n_probe - n_room;
@@ -219,23 +246,41 @@ llama_snapkv_status make_room(
 
     const int64_t t_start_us = ggml_time_us() - stats.t_total_us;
 
+    // more than an ubatch takes sliding-window cells that are still to be seen once the probe is gone
+    const bool is_joined = n_tokens + n_probe <= std::min(lctx.n_batch(), lctx.n_ubatch()) && !partial_state::is_needed_for(lctx, n_probe);
+
+    decoder decoder(lctx, seq_id, std::min(n_tokens + n_probe, lctx.n_batch()));
+
+    const int64_t t_decode_us = ggml_time_us();
+
+    if (!is_joined) {
+        const auto status = decoder.decode_all(tokens, n_tokens);
+        if (status != LLAMA_SNAPKV_STATUS_OK) {
+            return status;
+        }
+        lctx.synchronize();
+    }
+
+    int64_t t_tokens_us = ggml_time_us() - t_decode_us;
+
     partial_state state(lctx, seq_id, n_probe);
 
     if (!state.is_valid) {
-        return LLAMA_SNAPKV_STATUS_FAILED_COMPUTE;
+        return n_tokens > 0 ? lose_sequence(lctx, seq_id, LLAMA_SNAPKV_STATUS_SEQUENCE_LOST) : LLAMA_SNAPKV_STATUS_FAILED_COMPUTE;
     }
 
-    const uint32_t n_batch = std::min(n_probe, lctx.n_batch());
+    std::vector<llama_token> batch(tokens, tokens + (is_joined ? n_tokens : 0));
+    batch.insert(batch.end(), probe, probe + n_probe);
 
-    decoder decoder(lctx, seq_id, n_batch);
-    for (uint32_t i = 0; i < n_probe; ) {
-        const uint32_t n = std::min(n_probe - i, n_batch);
+    const auto status_decode = decoder.decode_all(batch.data(), batch.size());
+    if (status_decode != LLAMA_SNAPKV_STATUS_OK) {
+        return status_decode;
+    }
 
-        const int32_t ret = decoder.decode(probe + i, n, false, false);
-        if (ret != 0) {
-            return lose_sequence(lctx, seq_id, ret == 2 ? LLAMA_SNAPKV_STATUS_CANCELLED : LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);
-        }
-        i += n;
+    lctx.synchronize();
+
+    if (is_joined) {
+        t_tokens_us = (ggml_time_us() - t_decode_us)*n_tokens/(n_tokens + n_probe); // their part of what both took
     }
 
     if (!state.restore()) {
@@ -264,10 +309,10 @@ llama_snapkv_status make_room(
     }
     snapkv.seqs[seq_id].pos_end = pos;
 
-    stats.n_cells_before = order.size();
+    stats.n_cells_before = order.size() + n_tokens;
     stats.n_cells_after -= n_probe;
 
-    t_probe_us += ggml_time_us() - t_start_us - stats.t_total_us;
+    t_probe_us += ggml_time_us() - t_start_us - stats.t_total_us - t_tokens_us;
 
     return status;
 }
@@ -277,6 +322,8 @@ llama_snapkv_status make_room(
 enum llama_snapkv_status llama_snapkv_make_room(
              struct llama_context       * ctx,
                    llama_seq_id           seq_id,
+        const      llama_token          * tokens,
+                   uint32_t               n_tokens,
         const      llama_token          * probe,
                    uint32_t               n_probe,
         const struct llama_snapkv_params * params_in,
@@ -288,7 +335,7 @@ enum llama_snapkv_status llama_snapkv_make_room(
 
     auto status = snapkv_check_call(*ctx, seq_id, params_in, params);
     if (status == LLAMA_SNAPKV_STATUS_OK) {
-        status = make_room(*ctx, *snapkv_get(*ctx), seq_id, probe, n_probe, params, stats, t_probe_us);
+        status = make_room(*ctx, *snapkv_get(*ctx), seq_id, tokens, n_tokens, probe, n_probe, params, stats, t_probe_us);
     }
 
     if (stats_out) {
@@ -368,45 +415,80 @@ enum llama_snapkv_status llama_snapkv_prefill(
             snapkv_observe(*ctx, snapkv, seq_id, order) == LLAMA_SNAPKV_STATUS_OK;
     };
 
-    decoder decoder(*ctx, seq_id, n_batch);
+    uint32_t i = 0; // tokens read
 
-    for (uint32_t i = 0; i < n_tokens; ) {
-        const uint32_t n_rest = n_tokens - i;
-        const uint32_t n_free = n_room();
+    // what the loop does in a state: the next tokens, or first a pass
+    struct next_step {
+        uint32_t n_next;
+        bool     is_full;
+    };
 
-        uint32_t n_next = n_rest;
-
-        if (n_rest > n_free) {
-            const uint32_t n_own = snapkv.get_cells(seq_id).seq_pos_get(seq_id).size();
-
-            // beside the probe
-            n_next = std::min({ prefill.n_chunk, n_free - std::min(n_free, n_probe), n_body - std::min(n_body, i) });
-
-            const bool is_full = n_next < std::min(prefill.n_chunk, n_body - std::min(n_body, i)) || n_next == 0;
-
-            if (is_full && n_own > params.n_budget) {
-                llama_snapkv_stats pass = {};
-
-                status = make_room(*ctx, snapkv, seq_id, probe, n_probe, params, pass, stats.t_probe_us);
-                if (status != LLAMA_SNAPKV_STATUS_OK) {
-                    // a refusal in the middle leaves the sequence half read
-                    const bool is_failure = status == LLAMA_SNAPKV_STATUS_SEQUENCE_LOST || status == LLAMA_SNAPKV_STATUS_CANCELLED;
-                    return i == 0 || is_failure ? status : lose_sequence(*ctx, seq_id, LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);
-                }
-
-                stats.n_passes++;
-                stats.n_evicted += pass.n_cells_before - pass.n_cells_after;
-                stats.t_pass_us += pass.t_total_us;
-                continue;
-            }
-            if (n_next == 0) {
-                // within the budget, but other sequences have taken the rest
-                return i == 0 ? LLAMA_SNAPKV_STATUS_NO_ROOM : lose_sequence(*ctx, seq_id, LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);
-            }
+    const auto plan = [&](uint32_t i, uint32_t n_free, uint32_t n_own) -> next_step {
+        if (n_tokens - i <= n_free) {
+            return { n_tokens - i, false };
         }
 
-        for (const uint32_t end = i + n_next; i < end; ) {
-            const uint32_t n = std::min(end - i, n_batch);
+        // beside the probe
+        const uint32_t n_chunk = std::min(prefill.n_chunk, n_body - std::min(n_body, i));
+        const uint32_t n_next  = std::min(n_chunk, n_free - std::min(n_free, n_probe));
+
+        return { n_next, (n_next < n_chunk || n_next == 0) && n_own > params.n_budget };
+    };
+
+    // a pass, with tokens that are read on the way
+    const auto pass = [&](uint32_t n_with) {
+        llama_snapkv_stats cur = {};
+
+        const auto res = make_room(*ctx, snapkv, seq_id, tokens + i, n_with, probe, n_probe, params, cur, stats.t_probe_us);
+        if (res != LLAMA_SNAPKV_STATUS_OK) {
+            // a refusal in the middle leaves the sequence half read
+            const bool is_failure = res == LLAMA_SNAPKV_STATUS_SEQUENCE_LOST || res == LLAMA_SNAPKV_STATUS_CANCELLED;
+            return i == 0 || is_failure ? res : lose_sequence(*ctx, seq_id, LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);
+        }
+
+        stats.n_passes++;
+        stats.n_evicted += cur.n_cells_before - cur.n_cells_after;
+        stats.t_pass_us += cur.t_total_us;
+
+        i += n_with;
+
+        return res;
+    };
+
+    // A probe in an ubatch of its own is slow: the CPU's flash attention is fast from 64 queries on.
+    const uint32_t n_ubatch = std::min(n_batch, ctx->n_ubatch());
+    const bool     can_join = snapkv_get_rule(params.rule)->needs == SNAPKV_RULE_NEEDS_WINDOW && !prefill.logits_all &&
+        n_probe > 0 && n_probe < n_ubatch && !partial_state::is_needed_for(*ctx, n_probe);
+
+    const auto progress = [&]() { return !prefill.progress || prefill.progress(i, n_tokens, prefill.progress_user_data); };
+
+    decoder decoder(*ctx, seq_id, n_batch);
+
+    while (i < n_tokens) {
+        const uint32_t n_free = n_room();
+        const uint32_t n_own  = snapkv.get_cells(seq_id).seq_pos_get(seq_id).size();
+
+        const auto next = plan(i, n_free, n_own);
+
+        if (next.is_full) {
+            status = pass(0);
+            if (status != LLAMA_SNAPKV_STATUS_OK) {
+                return status;
+            }
+            continue;
+        }
+        if (next.n_next == 0) {
+            // within the budget, but other sequences have taken the rest
+            return i == 0 ? LLAMA_SNAPKV_STATUS_NO_ROOM : lose_sequence(*ctx, seq_id, LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);
+        }
+
+        // the last of them are read together with the probe of the pass that follows
+        const uint32_t end    = i + next.n_next;
+        const bool     joins  = can_join && end < n_tokens && plan(end, n_free - next.n_next, n_own + next.n_next).is_full;
+        const uint32_t n_with = joins ? std::min((next.n_next - 1) % n_batch + 1, n_ubatch - n_probe) : 0;
+
+        while (i < end - n_with) {
+            const uint32_t n = std::min(end - n_with - i, n_batch);
 
             if (!observe(n)) {
                 return i == 0 ? LLAMA_SNAPKV_STATUS_NOT_OBSERVED : lose_sequence(*ctx, seq_id, LLAMA_SNAPKV_STATUS_SEQUENCE_LOST);
@@ -419,7 +501,17 @@ enum llama_snapkv_status llama_snapkv_prefill(
             }
             i += n;
 
-            if (prefill.progress && !prefill.progress(i, n_tokens, prefill.progress_user_data)) {
+            if (!progress()) {
+                return lose_sequence(*ctx, seq_id, LLAMA_SNAPKV_STATUS_CANCELLED);
+            }
+        }
+
+        if (n_with > 0) {
+            status = pass(n_with);
+            if (status != LLAMA_SNAPKV_STATUS_OK) {
+                return status;
+            }
+            if (!progress()) {
                 return lose_sequence(*ctx, seq_id, LLAMA_SNAPKV_STATUS_CANCELLED);
             }
         }

@@ -256,7 +256,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "compact": (ctypes.c_int, [_ctx, _seq, ctypes.POINTER(Params), ctypes.POINTER(Stats)]),
     "make_room": (
         ctypes.c_int,
-        [_ctx, _seq, _i32_p, ctypes.c_uint32, ctypes.POINTER(Params), ctypes.POINTER(Stats)],
+        [_ctx, _seq, _i32_p, ctypes.c_uint32, _i32_p, ctypes.c_uint32, ctypes.POINTER(Params), ctypes.POINTER(Stats)],
     ),
     "prefill_default_params": (PrefillParams, []),
     "prefill": (
@@ -357,12 +357,18 @@ def compact(ctx: Any, seq_id: int, params: Params | None = None) -> tuple[Status
     return Status(status), stats
 
 
-def make_room(ctx: Any, seq_id: int, probe: Sequence[int] = (), params: Params | None = None) -> tuple[Status, Stats]:
-    """The pass for a sequence that is still being read, by the queries of the probe, which is taken back."""
+def make_room(
+    ctx: Any, seq_id: int, probe: Sequence[int] = (), params: Params | None = None, tokens: Sequence[int] = ()
+) -> tuple[Status, Stats]:
+    """The pass for a sequence that is still being read, by the queries of the probe, which is taken back.
+
+    Args:
+        tokens: Read for good before the probe, in one batch with it if they fit one.
+    """
     stats = Stats()
-    tokens = (ctypes.c_int32 * len(probe))(*probe)
     override = None if params is None else ctypes.byref(params)
-    status = _c["make_room"](ctx, seq_id, tokens, len(probe), override, ctypes.byref(stats))
+    first, second = ((ctypes.c_int32 * len(part))(*part) for part in (tokens, probe))
+    status = _c["make_room"](ctx, seq_id, first, len(tokens), second, len(probe), override, ctypes.byref(stats))
     return Status(status), stats
 
 

@@ -96,6 +96,15 @@ class Chosen:
     device: list[npt.NDArray[np.int64]]
 
 
+def probe_settings(settings: Params, probe: Sequence[int]) -> Params:
+    """Those of the pass itself: the budget of a pass in the middle is without the probe."""
+    used = Params.from_buffer_copy(settings)
+    used.n_budget += len(probe)
+    used.n_recent = max(min(settings.n_recent, settings.n_budget // 8) + len(probe), settings.n_window)
+    used.n_window = min(settings.n_window, len(probe))
+    return used
+
+
 class Engine:
     def __init__(
         self,
@@ -349,18 +358,27 @@ class Engine:
         assert after.index.tolist() == sorted(chosen.before.index)[: settings.n_budget]
         return self.check_moved(chosen, settings)
 
-    def check_make_room(self, settings: Params, probe: Sequence[int]) -> Rounding:
-        """Make room by the queries of a probe, and compare kept sets and moved rows with the oracle."""
-        n, end = self.n_cells(), self.pos_max() + 1
-        self.decode(probe, end)
-        used = Params.from_buffer_copy(settings)
-        used.n_budget += len(probe)
-        used.n_recent = max(min(settings.n_recent, settings.n_budget // 8) + len(probe), settings.n_window)
-        used.n_window = min(settings.n_window, len(probe))
-        chosen = self.chosen(used)
-        assert self.seq_rm(end)
+    def look(self, settings: Params, probe: Sequence[int], tokens: Sequence[int] = ()) -> Chosen:
+        """What the oracle keeps by the queries of a probe, here or in a context of its own.
 
-        status, stats = _capi.make_room(self.ctx, 0, probe, settings)
+        Tokens and probe are taken back; where cells of a sliding window are, the next decode can use others, and differ
+        in its last bits.
+        """
+        start = self.pos_max() + 1
+        self.decode([*tokens, *probe], start)
+        chosen = self.chosen(probe_settings(settings, probe))
+        assert self.seq_rm(start)
+        return chosen
+
+    def check_make_room(
+        self, settings: Params, probe: Sequence[int], tokens: Sequence[int] = (), chosen: Chosen | None = None
+    ) -> Rounding:
+        """Make room by the queries of a probe, and compare kept sets and moved rows with the oracle."""
+        chosen = chosen or self.look(settings, probe, tokens)
+        used = probe_settings(settings, probe)
+        n, end = self.n_cells() + len(tokens), self.pos_max() + 1 + len(tokens)
+
+        status, stats = _capi.make_room(self.ctx, 0, probe, settings, tokens)
         assert status == Status.OK
         assert (stats.n_cells_before, stats.n_cells_after) == (n, settings.n_budget)
         assert stats.n_window == used.n_window

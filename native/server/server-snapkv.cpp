@@ -434,7 +434,7 @@ llama_snapkv_status server_snapkv_make_room(
 
     llama_snapkv_stats stats;
 
-    const auto status = llama_snapkv_make_room(ctx, seq_id, probe.data(), probe.size(), &resolved, &stats);
+    const auto status = llama_snapkv_make_room(ctx, seq_id, nullptr, 0, probe.data(), probe.size(), &resolved, &stats);
 
     const int64_t t_us = ggml_time_us() - t_start_us;
 

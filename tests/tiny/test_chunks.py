@@ -49,8 +49,14 @@ def test_each_chunk_keeps_what_the_oracle_keeps(
 ) -> None:
     """The loop against its steps, and each step against the oracle."""
     tokens = random_tokens(900, 320, seed=1)
+    body, asked = tokens[:-probe], tokens[-probe:]
     settings = params(budget, window, recent=budget // 2, kernel=7)
-    with Engine(models[name], settings, n_ctx=N_CTX, n_batch=64, n_ubatch=32) as engine:
+    n_batch, n_ubatch = 64, 32
+
+    def create() -> Engine:
+        return Engine(models[name], settings, n_ctx=N_CTX, n_batch=n_batch, n_ubatch=n_ubatch)
+
+    with create() as engine:
         status, stats = _capi.prefill(engine.ctx, 0, tokens, chunk=chunk, probe=probe)
         assert status == Status.OK
         found, logits = engine.cells(), engine.logits()
@@ -58,18 +64,41 @@ def test_each_chunk_keeps_what_the_oracle_keeps(
         engine.clear()
 
         # step by step
-        body, asked = tokens[:-probe], tokens[-probe:]
         i, n_passes, n_evicted = 0, 0, 0
+        done: list[tuple[int, int, bool]] = []  # from, to, whether with a pass
+
+        def replay(engine: Engine) -> Engine:
+            for begin, end, is_pass in done:
+                if is_pass:
+                    assert _capi.make_room(engine.ctx, 0, asked, settings, body[begin:end])[0] == Status.OK
+                else:
+                    engine.decode(body[begin:end], begin)
+            return engine
+
+        def n_following(i: int, n_cells: int) -> int:
+            """Tokens that are read next, 0 before a pass."""
+            rest = min(chunk, len(body) - i)
+            n = min(rest, N_CTX - n_cells - probe)
+            return 0 if n < rest and n_cells > budget else n
+
         while len(tokens) - i > N_CTX - engine.n_cells():
-            rest = len(body) - i
-            n = min(chunk, N_CTX - engine.n_cells() - probe, rest)
-            if n < min(chunk, rest) and engine.n_cells() > budget:
-                n_evicted += engine.n_cells() - budget
-                engine.check_make_room(settings, asked)
+            n, n_with = n_following(i, engine.n_cells()), 0
+            if n:
+                is_last = len(tokens) - i - n <= N_CTX - engine.n_cells() - n
+                if probe < n_ubatch and not is_last and not n_following(i + n, engine.n_cells() + n):
+                    n_with = min((n - 1) % n_batch + 1, n_ubatch - probe)  # with the probe in one batch
+                if n > n_with:
+                    engine.decode(body[i : i + n - n_with], i)
+                    done.append((i, i + n - n_with, False))
+                i += n - n_with
+            if not n or n_with:
+                n_evicted += engine.n_cells() + n_with - budget
+                with create() as other:
+                    chosen = replay(other).look(settings, asked, body[i : i + n_with])
+                engine.check_make_room(settings, asked, body[i : i + n_with], chosen)
+                done.append((i, i + n_with, True))
+                i += n_with
                 n_passes += 1
-                continue
-            engine.decode(body[i : i + n], i)
-            i += n
         expected = engine.decode(tokens[i:], i)
         assert n_passes >= 4
         assert (stats.n_passes, stats.n_evicted) == (n_passes, n_evicted)
@@ -292,6 +321,39 @@ def test_make_room_within_the_budget(models: dict[str, Path]) -> None:
         status, stats = _capi.make_room(engine.ctx, 0, tokens[:20])
         assert (status, stats.n_cells_before, stats.n_cells_after) == (Status.WITHIN_BUDGET, 64, 64)
         assert engine.cells().pos.tolist() == before.pos.tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
+@pytest.mark.parametrize(("n", "n_probe"), [(20, 40), (70, 5)])
+def test_make_room_reads_tokens_that_do_not_fit_one_batch(
+    models: dict[str, Path], name: str, n: int, n_probe: int
+) -> None:
+    """Then as if they had been decoded before."""
+    tokens, probe = random_tokens(150 + n, 320), random_tokens(n_probe, 320, seed=1)
+    results = []
+    for n_with in (0, n):
+        with Engine(models[name], params(64), n_ctx=N_CTX, n_batch=64, n_ubatch=32) as engine:
+            engine.decode(tokens[:150])
+            if not n_with:
+                engine.decode(tokens[150:], 150)
+            status, stats = _capi.make_room(engine.ctx, 0, probe, tokens=tokens[150 : 150 + n_with])
+            assert (status, stats.n_cells_before, stats.n_cells_after) == (Status.OK, len(tokens), 64)
+            results.append((engine.cells(), engine.decode([7], len(tokens))))
+    (a, logits), (b, expected) = results
+    assert same_rows(a, b)
+    assert np.array_equal(logits, expected)
+
+
+def test_make_room_refuses_tokens(models: dict[str, Path]) -> None:
+    """Before anything is changed."""
+    tokens = random_tokens(N_CTX, 320)
+    with Engine(models["llama"], params(64), n_ctx=N_CTX, n_batch=N_CTX) as engine:
+        engine.decode(tokens[:200])
+        before = engine.cells()
+        assert _capi.make_room(engine.ctx, 0, tokens[:27], tokens=tokens[:30])[0] == Status.NO_ROOM
+        assert _capi.make_room(engine.ctx, 0, tokens=tokens[:30])[0] == Status.INVALID_PARAMS
+        assert same_rows(engine.cells(), before)
+        assert _capi.make_room(engine.ctx, 0, tokens[:26], tokens=tokens[:30])[0] == Status.OK
 
 
 def test_make_room_without_room_for_the_probe(models: dict[str, Path]) -> None:
