@@ -21,6 +21,9 @@
 
 #include "llama.h"
 
+// as many tokens can be removed right before a pass, such as rejected drafts: their window's queries are still there
+#define LLAMA_SNAPKV_N_RING_SLACK 16
+
 #ifdef __cplusplus
 extern "C" {
 #endif

@@ -19,7 +19,7 @@
 #include <new>
 
 llama_snapkv::llama_snapkv(llama_kv_cache & kv, llama_kv_cache * kv_idx, llama_snapkv_params params, uint32_t n_queries, uint32_t n_seq_max, uint32_t n_swa) :
-    kv(kv), kv_idx(kv_idx), params(params), pos_packed(n_swa), n_ring(n_queries + N_RING_SLACK), seqs(n_seq_max) {
+    kv(kv), kv_idx(kv_idx), params(params), pos_packed(n_swa), n_ring(n_queries + LLAMA_SNAPKV_N_RING_SLACK), seqs(n_seq_max) {
     for (auto & seq : seqs) {
         seq.ring.assign(n_ring, -1);
     }

@@ -23,9 +23,6 @@ class llama_memory_recurrent;
 struct llama_memory_i;
 
 struct llama_snapkv {
-    // spare rows of the query ring: a roll-back of that many tokens leaves a full window
-    static constexpr uint32_t N_RING_SLACK = 16;
-
     // rows that move together with those of the layer's other tensors
     struct tensor {
         llama_snapkv_tensor info;

@@ -86,6 +86,20 @@ llama_snapkv_status lose_sequence(llama_context & lctx, llama_seq_id seq_id, lla
     return status;
 }
 
+// what llama_decode() would refuse in the middle
+bool has_bad_token(const llama_context & lctx, const llama_token * tokens, uint32_t n_tokens) {
+    const int32_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(&lctx.get_model()));
+
+    for (uint32_t i = 0; i < n_tokens; ++i) {
+        if (tokens[i] < 0 || tokens[i] >= n_vocab) {
+            LLAMA_LOG_ERROR("%s: token %d, at %u, is not in the vocabulary of %d\n", __func__, tokens[i], i, n_vocab);
+            return true;
+        }
+    }
+
+    return false;
+}
+
 // decodes tokens of one sequence, each call one batch of at most n_max
 struct decoder {
     decoder(llama_context & lctx, llama_seq_id seq_id, uint32_t n_max) :
@@ -334,6 +348,9 @@ enum llama_snapkv_status llama_snapkv_make_room(
     int64_t t_probe_us = 0;
 
     auto status = snapkv_check_call(*ctx, seq_id, params_in, params);
+    if (status == LLAMA_SNAPKV_STATUS_OK && (has_bad_token(*ctx, tokens, n_tokens) || has_bad_token(*ctx, probe, n_probe))) {
+        status = LLAMA_SNAPKV_STATUS_INVALID_PARAMS;
+    }
     if (status == LLAMA_SNAPKV_STATUS_OK) {
         status = make_room(*ctx, *snapkv_get(*ctx), seq_id, tokens, n_tokens, probe, n_probe, params, stats, t_probe_us);
     }
@@ -369,6 +386,10 @@ enum llama_snapkv_status llama_snapkv_prefill(
     }
     if (prefill.n_chunk == 0 || n_tokens > (uint32_t) std::numeric_limits<int32_t>::max()) {
         LLAMA_LOG_ERROR("%s: n_chunk must not be 0\n", __func__);
+        return LLAMA_SNAPKV_STATUS_INVALID_PARAMS;
+    }
+
+    if (has_bad_token(*ctx, tokens, n_tokens) || has_bad_token(*ctx, prefill.probe, prefill.probe ? prefill.n_probe : 0)) {
         return LLAMA_SNAPKV_STATUS_INVALID_PARAMS;
     }
 

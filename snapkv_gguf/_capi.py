@@ -46,7 +46,7 @@ class Status(IntEnum):
     BEYOND_CONTEXT = -24
 
 
-# queries beside those of the window, so that tokens can be taken back: N_RING_SLACK of native/snapkv-hooks.h
+# queries beside those of the window, so that tokens can be taken back: LLAMA_SNAPKV_N_RING_SLACK
 RING_SLACK = 16
 
 POOL_TYPES: dict[Pool, int] = {"avg": 0, "max": 1}

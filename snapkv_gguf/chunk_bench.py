@@ -16,9 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .config import SnapKV
+
+if TYPE_CHECKING:
+    from .llama import Llama
 
 # a page of memory, and Linux counts the peak in KiB, macOS in bytes
 _PEAK_UNIT = 1 if sys.platform == "darwin" else 1024
@@ -65,6 +68,7 @@ def measure(
     """Measure at each length.
 
     Args:
+        model: A GGUF file.
         config: With ``chunk``.
         cells: KV cells of the context.
         lengths: Tokens of a prompt.
@@ -72,17 +76,25 @@ def measure(
         n_repeat: Repetitions, of which medians are taken.
         on_step: Told what is measured now.
         **kwargs: Of Llama.
+
+    Raises:
+        ValueError: A length is more than the model reads.
+        RuntimeError: A measurement failed, with its message.
     """
+    settings = asdict(config)
+    limit = int(_in_a_process("limit", str(model), settings, cells, kwargs)["tokens"])
+    if max(lengths) > limit:
+        raise ValueError(f"{max(lengths)} tokens: the model reads {limit} in true positions, packed ones read more")
     results = []
     for n in lengths:
-        ways = {"chunks": (asdict(config), cells)}
+        ways = {"chunks": (settings, cells)}
         if n <= full_up_to:
             ways["full"] = (asdict(replace(config, chunk=None, positions="true")), n + 1)
         found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         for i in range(n_repeat):
-            for way, (settings, n_ctx) in sorted(ways.items(), reverse=i % 2 == 1):
+            for way, (way_settings, n_ctx) in sorted(ways.items(), reverse=i % 2 == 1):
                 on_step(f"{n} tokens, {way}, {i + 1} of {n_repeat}")
-                found[way].append(_in_a_process(str(model), settings, n_ctx, n, kwargs))
+                found[way].append(_in_a_process("read", str(model), way_settings, n_ctx, kwargs, n))
         results.append(_summary(n, found))
     return results
 
@@ -147,17 +159,27 @@ def _summary(n: int, found: dict[str, list[dict[str, float]]]) -> Length:
     )
 
 
-def _read(model: str, settings: dict[str, Any], n_ctx: int, n: int, kwargs: dict[str, Any]) -> dict[str, float]:
+def _load(model: str, settings: dict[str, Any], n_ctx: int, kwargs: dict[str, Any]) -> Llama:
+    from .llama import Llama
+    from .prompt import context_size
+
+    return Llama(model, snapkv=SnapKV(**settings), n_ctx=context_size(n_ctx), verbose=False, **kwargs)
+
+
+def _limit(model: str, settings: dict[str, Any], n_ctx: int, kwargs: dict[str, Any]) -> dict[str, float]:
+    return {"tokens": _load(model, settings, n_ctx, kwargs).context_tokens}
+
+
+def _read(model: str, settings: dict[str, Any], n_ctx: int, kwargs: dict[str, Any], n: int) -> dict[str, float]:
     """One prefill and its pass."""
     from . import haystack
-    from .llama import Llama
-    from .prompt import Vocabulary, context_size
+    from .prompt import Vocabulary
 
     # of a longer prompt the text comes round again: nothing of the process grows with it
     with Vocabulary(model) as vocabulary:
         text = vocabulary.plain(haystack.build(min(n, 2048), 0, vocabulary.count).text)
     tokens = (text * (n // len(text) + 1))[:n]
-    llm = Llama(model, snapkv=SnapKV(**settings), n_ctx=context_size(n_ctx), verbose=False, **kwargs)
+    llm = _load(model, settings, n_ctx, kwargs)
     llm.eval(tokens[: llm.n_batch])  # touches weights and buffers for the first time
     llm.reset()
     started = time.perf_counter()
@@ -171,4 +193,8 @@ def _read(model: str, settings: dict[str, Any], n_ctx: int, n: int, kwargs: dict
 
 
 if __name__ == "__main__":
-    print(json.dumps(_read(*json.load(sys.stdin))))
+    name, *args = json.load(sys.stdin)
+    try:
+        print(json.dumps({"limit": _limit, "read": _read}[name](*args)))
+    except (RuntimeError, ValueError) as error:
+        sys.exit(str(error))

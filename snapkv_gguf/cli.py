@@ -82,7 +82,7 @@ Chunk = Annotated[
     ),
 ]
 Probe = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--probe",
         help="With --cells: what looks for its answer while the prompt is read: its last tokens, or a text; "
@@ -179,7 +179,7 @@ def run(
         ),
     ] = 0,
     chunk: Chunk = _CHUNK,
-    probe: Probe = "",
+    probe: Probe = None,
     positions: PositionsOption = _DEFAULT.positions,
     n_ctx: Annotated[
         int, typer.Option("--ctx-size", "-c", min=0, max=MAX_CELLS, help="Context; 0 fits the prompt and the answer.")
@@ -216,7 +216,7 @@ def run(
     with Vocabulary(path) as vocabulary:
         tokens = vocabulary.plain(text) if raw or not vocabulary.has_chat_template else vocabulary.chat(text)
         if config is not None and cells:
-            looks = probe or _question_tokens(vocabulary, question, tokens)
+            looks = _question_tokens(vocabulary, question, tokens) if probe is None else _probe(probe)
             config = _with_chunks(config, chunk, looks, positions)
             _check_cells(config, cells, len(tokens), vocabulary)
         if config is None or config.positions == "true":
@@ -513,7 +513,7 @@ def bench_chunks(
     repeat: Annotated[int, typer.Option("--repeat", "-r", min=1, help="Repetitions; medians are reported.")] = 3,
     cells: Annotated[int, typer.Option("--cells", min=256, max=MAX_CELLS, help="KV cells of the context.")] = 2048,
     chunk: Chunk = _CHUNK,
-    probe: Probe = "",
+    probe: Probe = None,
     positions: PositionsOption = _DEFAULT.positions,
     budget: Budget = str(_DEFAULT.budget),
     window: Window = _DEFAULT.window,
@@ -534,7 +534,7 @@ def bench_chunks(
 ) -> None:
     """Measure prefill time and peak memory by length: in so many cells, and with the full cache."""
     config = _settings(ctx, budget, window, kernel, pool, recent, paper)
-    config = _with_chunks(config, chunk, probe or _DEFAULT.probe, positions)
+    config = _with_chunks(config, chunk, _DEFAULT.probe if probe is None else _probe(probe), positions)
     engine = _engine(threads, batch, ubatch, type_k, type_v, flash_attn, ngl)
     _check_outputs(json_file, plot_file)
 
@@ -682,16 +682,24 @@ def _settings(ctx: typer.Context, budget: str, window: int, kernel: int, pool: s
 
 
 def _with_chunks(config: SnapKV, chunk: int, probe: str | int, positions: str) -> SnapKV:
-    number = isinstance(probe, int) or (probe.isascii() and probe.isdigit())
     try:
         return replace(
             config,
             chunk=chunk,
-            probe=int(probe) if number else probe,
+            probe=probe,
             positions=positions,  # type: ignore[arg-type]  # checked there
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _probe(text: str) -> str | int:
+    if not re.fullmatch(r"[+-]?[0-9.]+", text):
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"--probe {text!r}: must be a whole number of tokens, or a text") from None
 
 
 def _check_cells(config: SnapKV, cells: int, n_tokens: int, vocabulary: Vocabulary) -> None:

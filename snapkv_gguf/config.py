@@ -148,6 +148,8 @@ class SnapKV:
             probe = _integer("probe", probe, "a number of tokens (int) or a text (str)")
             if not 0 <= probe <= MAX_WINDOW:
                 raise ValueError(f"probe={probe}: must be between 0 (none) and {MAX_WINDOW} tokens, try 32")
+        elif not probe:
+            raise ValueError("probe='': must be a text, or a number of tokens, 0 for none")
         else:
             try:
                 probe.encode()
@@ -198,6 +200,9 @@ class SnapKV:
     def check_cells(self, n_cells: int, n_probe: int) -> str | None:
         """What is wrong with so many cells to read in chunks, with so many tokens of the probe; None if nothing is."""
         budget = self.resolve(n_cells).budget
+        prefix = budget + 1 - self.window  # of the smallest cache that is compacted
+        if self.kernel > prefix:
+            return f"kernel={self.kernel} is wider than the {prefix} cells that the budget leaves before the window"
         if n_cells > budget + n_probe:
             return None
         beside = n_probe + (self.chunk or 1)

@@ -250,7 +250,7 @@ class Llama(llama_cpp.Llama):
 
         Raises:
             SnapKVError: The pass was refused (nothing was changed), or failed.
-            ValueError: The window is larger than the one queries are captured for.
+            ValueError: The window is larger than the one queries are captured for, or positions are not the instance's.
         """
         own = self._enabled()
         config = SnapKV.coerce(config) or own
@@ -258,6 +258,11 @@ class Llama(llama_cpp.Llama):
             raise ValueError(
                 f"window={config.window}: queries are captured for {own.window} tokens; create Llama with "
                 f"snapkv=SnapKV(window={config.window}, ...)"
+            )
+        if config.positions != own.positions:
+            raise ValueError(
+                f"positions={config.positions!r}: this instance's are {own.positions!r}; create Llama with "
+                f"snapkv=SnapKV(positions={config.positions!r}, ...)"
             )
         status, self._stats = self._pass(config)
         if status < 0:
@@ -463,6 +468,9 @@ class Llama(llama_cpp.Llama):
             raise SnapKVError(Status.NO_ROOM, f"{self.n_tokens + len(tokens)} tokens, {self._n_ctx} cells: {reads}")
         if self.n_tokens + len(tokens) > self._n_ctx:
             raise SnapKVError(Status.BEYOND_CONTEXT, f"{self.n_tokens + len(tokens)} tokens, at most {self._n_ctx}")
+        bad = next((token for token in tokens if not 0 <= token < self._n_vocab), None)
+        if bad is not None:
+            raise SnapKVError(Status.INVALID_PARAMS, f"token {bad} is not in the vocabulary of {self._n_vocab}")
         self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
         n_before, n_done = self.n_tokens, 0
         if self._logits_all and self.scores.shape[0] < n_before + len(tokens):

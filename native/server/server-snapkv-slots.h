@@ -235,8 +235,11 @@ void snapkv_begin_update() {
         }
     });
 
-    // what is left, for drafts
+    // what is left, for drafts; rejected ones must leave the window's queries
     for (auto & slot : slots) {
+        if (slot.snapkv.is_on()) {
+            slot.snapkv.n_room = std::min<int32_t>(slot.snapkv.n_room, 1 + LLAMA_SNAPKV_N_RING_SLACK);
+        }
         if (params_base.kv_unified && slot.state == SLOT_STATE_GENERATING && !slot.snapkv.is_deferred) {
             const int32_t n_left = llama_snapkv_n_room(ctx_tgt, slot.id, 0) - n_taken;
             slot.snapkv.n_room = std::min<int32_t>(slot.snapkv.n_room, 1 + slot.spec_draft.size() + std::max(0, n_left)/n_other);

@@ -553,3 +553,17 @@ def test_drafts_from_the_text(start: Callable[..., Any], tiny_llama: Path) -> No
     assert len(answer["tokens"]) == 900
     assert answer["timings"]["snapkv"]["answer_passes"] > 0
     assert answer["tokens"][:60] == Reference(tiny_llama).answer(prompt, 60)
+
+
+def test_long_drafts_that_are_rejected(start: Callable[..., Any]) -> None:
+    """The queries before a rejected draft are still there when the cells are full."""
+    client = start(
+        *SMALL, "--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "2", "--spec-ngram-simple-size-m", "48",
+        snapkv=CHUNKED,
+    )  # fmt: skip
+    coins = [[100, 90.0], [101, 90.0]]
+    answer = client.complete(tokens(1, 300), n=1500, temperature=9.0, seed=1, logit_bias=coins)
+    assert set(answer["tokens"]) == {100, 101}
+    assert len(answer["tokens"]) == 1500
+    assert answer["timings"]["draft_n"] > 2 * answer["timings"]["draft_n_accepted"] > 0
+    assert answer["timings"]["snapkv"]["answer_passes"] > 2

@@ -302,6 +302,12 @@ def test_refusals_change_nothing(models: dict[str, Path]) -> None:
         refused(Status.INVALID_PARAMS, params=params(64, window=17))
         refused(Status.INVALID_PARAMS, params=params(64, positions="packed"))
         refused(Status.INVALID_PARAMS, chunk=0)
+        refused(Status.INVALID_PARAMS, probe=[5, -1])
+        tokens[470] = 10**6
+        refused(Status.INVALID_PARAMS)
+        tokens[470] = 5
+        assert _capi.make_room(engine.ctx, 0, [320])[0] == Status.INVALID_PARAMS
+        assert same_rows(engine.cells(), before)
         assert _capi.prefill(engine.ctx, 7, tokens)[0] == Status.INVALID_SEQ
         engine.seq_cp(0, 1)
         refused(Status.SHARED_CELLS)

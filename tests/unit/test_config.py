@@ -118,6 +118,7 @@ def test_chunks() -> None:
         ({"probe": -1}, r"probe=-1: must be between 0 \(none\) and 4096"),
         ({"probe": 4097}, "try 32"),
         ({"probe": "\ud800"}, "is no text that can be encoded"),
+        ({"probe": ""}, "must be a text, or a number of tokens, 0 for none"),
         ({"probe": 0.5}, "a number of tokens .int. or a text"),
         ({"positions": "paked"}, "positions='paked': must be 'true' or 'packed'"),
         ({"budget": 17, "recent": 0, "positions": "packed"}, "budget=17: must be at least window=16 and 2 more"),

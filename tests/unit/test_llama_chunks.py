@@ -246,6 +246,16 @@ def test_low_level_use(llm: Any) -> None:
     llm.n_tokens = 500
     with pytest.raises(RuntimeError, match="n_tokens=500: tokens up to"):
         llm.eval(tokens[:5])
+    own = llm.snapkv.positions
+    other: Any = "true" if own == "packed" else "packed"
+    with pytest.raises(ValueError, match=f"positions='{other}': this instance's are '{own}'"):
+        llm.compact(SnapKV(64, 8, 5, positions=other))
+    llm.reset()
+    llm.eval(tokens[:7])
+    for bad in (-1, llm.n_vocab()):
+        with pytest.raises(SnapKVError, match=f"token {bad} is not in the vocabulary"):
+            llm.eval([5, bad])
+    assert llm.kv_cells == 7
     llm.reset()
     llm.eval([])
     llm.eval(tokens[:5])
@@ -351,6 +361,7 @@ def test_shares_are_of_the_cells(model_path: Path) -> None:
         ),
         (SnapKV(230, 8, chunk=64, probe=26), "such as 320; or lower"),
         (SnapKV(0.9, 8, chunk=64, probe=26), "such as 90.; or lower"),
+        (SnapKV(0.25, 8, 59, chunk=64), "n_ctx=256: kernel=59 is wider than the 57 cells"),
         (SnapKV(64, 8, chunk=64, probe="Why? " * 60), "of the probe together"),
     ],
 )
