@@ -195,6 +195,6 @@ def _read(model: str, settings: dict[str, Any], n_ctx: int, kwargs: dict[str, An
 if __name__ == "__main__":
     name, *args = json.load(sys.stdin)
     try:
-        print(json.dumps({"limit": _limit, "read": _read}[name](*args)))
+        print(json.dumps(_limit(*args) if name == "limit" else _read(*args)))
     except (RuntimeError, ValueError) as error:
         sys.exit(str(error))
