@@ -94,7 +94,7 @@ llama_snapkv_status snapkv_make_room(server_slot & slot) {
     if (!is_answer) {
         slot.prompt.snapkv.n_prompt = slot.task->n_tokens(); // its end has chosen
     }
-    SLT_TRC(slot, "made room, %d cells released, %d in use\n", chunks.n_evicted, slot.prompt.n_tokens() - slot.prompt.snapkv.n_released);
+    SLT_TRC(slot, "made room, %d tokens chose, %d cells released, %d in use\n", chunks.n_window, chunks.n_evicted, slot.prompt.n_tokens() - slot.prompt.snapkv.n_released);
 
     slot.stats.snapkv.add(chunks, slot.task->n_tokens(), slot.prompt.snapkv.n_released);
     metrics.snapkv.add(chunks);

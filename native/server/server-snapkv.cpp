@@ -443,6 +443,7 @@ llama_snapkv_status server_snapkv_make_room(
 
     if (status == LLAMA_SNAPKV_STATUS_OK) {
         res.n_evicted = stats.n_cells_before - stats.n_cells_after;
+        res.n_window  = stats.n_window;
 
         (prompt ? res.n_passes : res.n_passes_answer) = 1;
         (prompt ? res.t_us     : res.t_answer_us)     = t_us;

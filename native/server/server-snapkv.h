@@ -44,6 +44,7 @@ struct server_snapkv_chunks {
     int32_t n_passes        = 0; // while the prompt was read
     int32_t n_passes_answer = 0;
     int32_t n_evicted       = 0; // by all of them
+    int32_t n_window        = 0; // tokens that chose, in one pass
     int64_t t_us            = 0; // of the prompt's, with their probes
     int64_t t_answer_us     = 0;
 };

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -556,14 +557,21 @@ def test_drafts_from_the_text(start: Callable[..., Any], tiny_llama: Path) -> No
 
 
 def test_long_drafts_that_are_rejected(start: Callable[..., Any]) -> None:
-    """The queries before a rejected draft are still there when the cells are full."""
+    """Every pass has its whole window, however long the drafts that were taken back."""
     client = start(
-        *SMALL, "--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "2", "--spec-ngram-simple-size-m", "48",
-        snapkv=CHUNKED,
+        *SMALL, "-np", "2", "--kv-unified", "--cache-ram", "0", "--spec-type", "ngram-simple",
+        "--spec-ngram-simple-size-n", "8", "--spec-ngram-simple-size-m", "48", "-lv", "4", snapkv=CHUNKED,
     )  # fmt: skip
     coins = [[100, 90.0], [101, 90.0]]
-    answer = client.complete(tokens(1, 300), n=1500, temperature=9.0, seed=1, logit_bias=coins)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(
+            client.complete, tokens(1, 300), n=2000, id_slot=0, temperature=9.0, seed=1, logit_bias=coins
+        )
+        for seed in range(40):
+            client.complete(tokens(2 + seed, 300 if seed % 2 else 100), n=1 if seed % 2 else 150, id_slot=1)
+        answer = waiting.result()
     assert set(answer["tokens"]) == {100, 101}
-    assert len(answer["tokens"]) == 1500
+    assert len(answer["tokens"]) == 2000
     assert answer["timings"]["draft_n"] > 2 * answer["timings"]["draft_n_accepted"] > 0
     assert answer["timings"]["snapkv"]["answer_passes"] > 2
+    assert set(re.findall(r"made room, (\d+) tokens chose", client.server.log)) == {str(CHUNKED.window)}
